@@ -1,0 +1,1 @@
+"""The `fuse-losses` command."""

@@ -1,0 +1,38 @@
+"""What every test shares: one thread per worker, quiet defaults, the hypothesis profiles and the `gpu` marker."""
+
+import os
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the workers of pytest-xdist are the parallelism
+
+import pytest
+import torch
+
+try:
+    import hypothesis
+except ModuleNotFoundError:  # a GPU machine that runs `make gpu` from the checkout may lack it
+    pass
+else:
+    hypothesis.settings.register_profile("ci", max_examples=50, deadline=None)
+    hypothesis.settings.register_profile("nightly", max_examples=500, deadline=None)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    """Each test compiles for itself, from the same seed."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    yield
