@@ -1,0 +1,179 @@
+"""Log-probability of one target per row, and its gradient, in Triton: one program per row, float32 inside.
+
+The interface and its contract are those of `kernels.chunked.indexed`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fuse_losses.kernels.squash import Squash
+from fuse_losses.kernels.triton.launch import num_warps
+from fuse_losses.kernels.triton.squash import SQUASHES
+from fuse_losses.kernels.triton.tile import block_size, load_logits, row_statistics
+
+
+@triton.jit
+def _picked_logit(row_ptr, column, vocab, col_stride, inner, outer, SQUASH: tl.constexpr):
+    # an out-of-range column trips the caller's device assert, which may come later: never read outside the row
+    inside = (column >= 0) & (column < vocab)
+    u = tl.load(row_ptr + column * col_stride, mask=inside, other=float("nan")).to(tl.float32)
+    return SQUASH(u, inner, outer)
+
+
+@triton.jit
+def _gradient_tile(
+    row_ptr, out_ptr, start, column, on_target, on_all, top, log_sum, vocab, col_stride, out_col_stride, inner, outer,
+    SQUASH: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    cols = start + tl.arange(0, BLOCK)
+    z = load_logits(row_ptr, cols, vocab, col_stride, inner, outer, SQUASH, MASKED)
+    du = on_all * tl.exp((z - top) - log_sum) + tl.where(cols == column, on_target, 0.0)
+    du = (du * SLOPE(z, inner, outer)).to(out_ptr.dtype.element_ty)
+    offsets = cols.to(tl.int64) * out_col_stride
+    if MASKED:
+        tl.store(out_ptr + offsets, du, mask=cols < vocab)
+    else:
+        tl.store(out_ptr + offsets, du)
+
+
+@triton.jit
+def _gradient_row(
+    row_ptr, out_ptr, column, on_target, on_all, top, log_sum, vocab, col_stride, out_col_stride, inner, outer,
+    SQUASH: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    whole = vocab // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        _gradient_tile(
+            row_ptr, out_ptr, start, column, on_target, on_all, top, log_sum, vocab, col_stride, out_col_stride,
+            inner, outer, SQUASH, SLOPE, BLOCK, False,
+        )  # fmt: skip
+    _gradient_tile(
+        row_ptr, out_ptr, whole, column, on_target, on_all, top, log_sum, vocab, col_stride, out_col_stride,
+        inner, outer, SQUASH, SLOPE, BLOCK, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _zero_row(out_ptr, vocab, out_col_stride, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    zero = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+    whole = vocab // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        tl.store(out_ptr + (start + cols).to(tl.int64) * out_col_stride, zero)
+    cols += whole
+    tl.store(out_ptr + cols.to(tl.int64) * out_col_stride, zero, mask=cols < vocab)
+
+
+@triton.jit
+def indexed_fwd_kernel(
+    logits_ptr, column_ptr, log_prob_ptr, row_max_ptr, log_sum_ptr, vocab, row_stride, col_stride, inner, outer,
+    SQUASH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # row * row_stride passes 2^31
+    row_ptr = logits_ptr + row * row_stride
+    column = tl.load(column_ptr + row)
+    picked = _picked_logit(row_ptr, column, vocab, col_stride, inner, outer, SQUASH)
+    top, log_sum = row_statistics(row_ptr, vocab, col_stride, inner, outer, SQUASH, BLOCK)
+    tl.store(row_max_ptr + row, top)
+    tl.store(log_sum_ptr + row, log_sum)
+    tl.store(log_prob_ptr + row, tl.where(column < 0, 0.0, (picked - top) - log_sum))
+
+
+@triton.jit
+def indexed_bwd_kernel(
+    logits_ptr, column_ptr, on_target_ptr, on_all_ptr, row_max_ptr, log_sum_ptr, out_ptr, vocab,
+    row_stride, col_stride, out_row_stride, out_col_stride, inner, outer,
+    SQUASH: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    out_row_ptr = out_ptr + row * out_row_stride
+    on_target = tl.load(on_target_ptr + row)
+    on_all = tl.load(on_all_ptr + row)
+    if (on_target == 0.0) & (on_all == 0.0):
+        _zero_row(out_row_ptr, vocab, out_col_stride, BLOCK)
+    else:
+        _gradient_row(
+            logits_ptr + row * row_stride, out_row_ptr, tl.load(column_ptr + row), on_target, on_all,
+            tl.load(row_max_ptr + row), tl.load(log_sum_ptr + row), vocab, col_stride, out_col_stride, inner, outer,
+            SQUASH, SLOPE, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def indexed_fwd_bwd_kernel(
+    logits_ptr, column_ptr, weight_ptr, log_prob_ptr, out_ptr, vocab,
+    row_stride, col_stride, out_row_stride, out_col_stride, inner, outer,
+    SQUASH: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    out_row_ptr = out_ptr + row * out_row_stride
+    column = tl.load(column_ptr + row)
+    if column < 0:  # the row is never read
+        tl.store(log_prob_ptr + row, 0.0)
+        _zero_row(out_row_ptr, vocab, out_col_stride, BLOCK)
+    else:
+        weight = tl.load(weight_ptr + row)
+        # before the gradient overwrites the row, which may be in place
+        picked = _picked_logit(row_ptr, column, vocab, col_stride, inner, outer, SQUASH)
+        top, log_sum = row_statistics(row_ptr, vocab, col_stride, inner, outer, SQUASH, BLOCK)
+        tl.store(log_prob_ptr + row, (picked - top) - log_sum)
+        tl.debug_barrier()  # every thread has read the picked logit and its statistics
+        if weight == 0.0:
+            _zero_row(out_row_ptr, vocab, out_col_stride, BLOCK)
+        else:
+            _gradient_row(
+                row_ptr, out_row_ptr, column, -weight, weight, top, log_sum, vocab, col_stride, out_col_stride,
+                inner, outer, SQUASH, SLOPE, BLOCK,
+            )  # fmt: skip
+
+
+def indexed_fwd(
+    logits: Tensor, column: Tensor, squash: Squash, log_prob: Tensor, row_max: Tensor, log_sum: Tensor
+) -> None:
+    """Write `row_max`, `log_sum = log(sum(exp(z - row_max)))` and `log_prob = z[column] - lse` (0 without a column)."""
+    rows, vocab = logits.shape
+    block = block_size(vocab)
+    with torch.cuda.device_of(logits):
+        indexed_fwd_kernel[(rows,)](
+            logits, column, log_prob, row_max, log_sum, vocab, *logits.stride(), squash.inner, squash.outer,
+            SQUASH=SQUASHES[squash.name][0], BLOCK=block, num_warps=num_warps(block, logits.device),
+        )  # fmt: skip
+
+
+def indexed_bwd(
+    logits: Tensor,
+    column: Tensor,
+    on_target: Tensor,
+    on_all: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    squash: Squash,
+    out: Tensor,
+) -> None:
+    """Write `(on_all * p + on_target * onehot(column)) * dz/du` to `out`; the statistics are `indexed_fwd`'s."""
+    rows, vocab = logits.shape
+    block = block_size(vocab)
+    function, slope = SQUASHES[squash.name]
+    with torch.cuda.device_of(logits):
+        indexed_bwd_kernel[(rows,)](
+            logits, column, on_target, on_all, row_max, log_sum, out, vocab, *logits.stride(), *out.stride(),
+            squash.inner, squash.outer,
+            SQUASH=function, SLOPE=slope, BLOCK=block, num_warps=num_warps(block, logits.device),
+        )  # fmt: skip
+
+
+def indexed_fwd_bwd(
+    logits: Tensor, column: Tensor, weight: Tensor, squash: Squash, log_prob: Tensor, out: Tensor
+) -> None:
+    """Write `log_prob` and the gradient of `weight * -log_prob` in one visit; `weight` is 0 where there is no column."""
+    rows, vocab = logits.shape
+    block = block_size(vocab)
+    function, slope = SQUASHES[squash.name]
+    with torch.cuda.device_of(logits):
+        indexed_fwd_bwd_kernel[(rows,)](
+            logits, column, weight, log_prob, out, vocab, *logits.stride(), *out.stride(), squash.inner, squash.outer,
+            SQUASH=function, SLOPE=slope, BLOCK=block, num_warps=num_warps(block, logits.device),
+        )  # fmt: skip
