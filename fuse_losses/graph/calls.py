@@ -1,0 +1,107 @@
+"""Which PyTorch callables a Dynamo node may name: functions by identity, methods by name."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+LINEAR = {F.linear}
+MATMUL = {torch.matmul, torch.mm, operator.matmul, "matmul", "mm", "__matmul__"}
+ADDMM = {torch.addmm, "addmm"}
+EINSUM = {torch.einsum, torch.functional.einsum}
+OTHER_PRODUCTS = {torch.bmm, torch.baddbmm, torch.conv1d, F.conv1d, torch.inner, torch.tensordot, "bmm", "inner"}
+
+# A loss is looked for behind every one of these.
+HARD_LOSSES = {F.cross_entropy, F.nll_loss}
+NORMALISERS = {
+    F.log_softmax,
+    F.softmax,
+    torch.log_softmax,
+    torch.softmax,
+    torch.logsumexp,
+    torch.special.logsumexp,
+    torch.special.log_softmax,
+    "log_softmax",
+    "softmax",
+    "logsumexp",
+}
+# Walking back from a loss never crosses these: what is behind them is the body of the model.
+BODY = {F.embedding, F.layer_norm, F.rms_norm, F.dropout, F.scaled_dot_product_attention, F.group_norm}
+
+SET_GRAD = torch._C._set_grad_enabled
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+
+INPLACE_OPERATORS = {
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ipow,
+    operator.iand,
+    operator.ior,
+    operator.ixor,
+    operator.setitem,
+}
+
+
+def is_call(node: fx.Node, targets: set[Any]) -> bool:
+    """True if the node calls one of `targets` (a function by identity or a tensor method by name)."""
+    return node.op in ("call_function", "call_method") and node.target in targets
+
+
+def arguments(node: fx.Node, *names: str) -> list[Any]:
+    """The node's arguments by position or keyword, in the order of `names`; None where not given."""
+    bound = list(node.args) + [None] * (len(names) - len(node.args))
+    return [node.kwargs.get(name, value) for name, value in zip(names, bound, strict=False)]
+
+
+def writes_to(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose tensors this node writes to in place (Dynamo does not functionalise)."""
+    if node.op == "call_method":
+        name = str(node.target)
+        inplace = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+        return [node.args[0]] if inplace and isinstance(node.args[0], fx.Node) else []
+    if node.op != "call_function":
+        return []
+    written: list[Any] = []
+    if node.target in INPLACE_OPERATORS or node.kwargs.get("inplace") is True or _inplace_name(node.target):
+        written.append(node.args[0] if node.args else node.kwargs.get("input"))
+    out = node.kwargs.get("out")
+    written.extend(out if isinstance(out, (tuple, list)) else [out])
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        for index, arg in enumerate(schema.arguments):
+            if arg.alias_info is not None and arg.alias_info.is_write:
+                written.append(node.args[index] if index < len(node.args) else node.kwargs.get(arg.name))
+    return [w for w in written if isinstance(w, fx.Node)]
+
+
+def _inplace_name(target: Callable[..., Any] | str) -> bool:
+    name = getattr(target, "__name__", "")
+    module = getattr(target, "__module__", None) or ""
+    from_torch = module.startswith("torch") or inspect.isbuiltin(target)
+    return from_torch and name.endswith("_") and not name.endswith("__")
+
+
+def user_line(node: fx.Node) -> str:
+    """`file.py:12: code` of the user's innermost frame that made this node; "" if Dynamo kept none."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    frames = [i for i, line in enumerate(lines) if line.startswith('File "')]
+    if not frames:
+        return ""
+    last = frames[-1]
+    parts = lines[last].split(", ")
+    path = parts[0][len('File "') : -1]
+    number = parts[1].removeprefix("line ")
+    code = lines[last + 1] if last + 1 < len(lines) else ""
+    return f"{path}:{number}: {code}"

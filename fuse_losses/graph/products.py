@@ -1,0 +1,158 @@
+"""V-wide products: the nodes that make logits, whatever they are called, and the losses they are found from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fuse_losses.graph import calls
+
+MAX_WALK = 64  # nodes between a loss and its head; real tails have about ten
+
+
+@dataclass(frozen=True)
+class Product:
+    """logits = x . weight (+ bias): `node` has the vocabulary at `vocab_dim`, its other dims are x's rows in order."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None = None
+    weight_is_vh: bool = True  # [V, H], else [H, V]
+    vocab_dim: int = -1  # non-negative once built
+    hidden_dim: int = -1  # of x, non-negative once built
+
+    @property
+    def vocab(self) -> int | torch.SymInt:
+        return value(self.node).shape[self.vocab_dim]
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that Dynamo recorded for the node."""
+    return node.meta["example_value"]
+
+
+def is_tensor(node: object) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def as_product(node: fx.Node) -> Product | None:
+    """Read the node as a product with one two-dimensional weight, or None."""
+    if not is_tensor(node):
+        return None
+    if calls.is_call(node, calls.LINEAR):
+        x, weight, bias = calls.arguments(node, "input", "weight", "bias")
+        return _product(node, x, weight, bias, weight_is_vh=True)
+    if calls.is_call(node, calls.MATMUL):
+        x, weight = calls.arguments(node, "input", "other") if "other" in node.kwargs else calls.arguments(node, "input", "mat2")
+        return _product(node, x, weight, None, weight_is_vh=False)
+    if calls.is_call(node, calls.ADDMM):
+        bias, x, weight = calls.arguments(node, "input", "mat1", "mat2")
+        if set(node.kwargs) & {"alpha", "beta", "out"} or len(node.args) > 3:
+            return None
+        if not is_tensor(bias) or value(bias).dim() != 1:
+            return None
+        return _product(node, x, weight, bias, weight_is_vh=False)
+    if calls.is_call(node, calls.EINSUM):
+        return _einsum(node)
+    return None
+
+
+def _product(node: fx.Node, x: object, weight: object, bias: object, weight_is_vh: bool) -> Product | None:
+    if not (is_tensor(x) and is_tensor(weight)):
+        return None
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    if value(weight).dim() != 2 or value(x).dim() < 1 or "out" in node.kwargs:
+        return None
+    if bias is not None and not is_tensor(bias):
+        return None
+    last = value(node).dim() - 1
+    return Product(
+        node,
+        x,
+        weight,
+        bias if isinstance(bias, fx.Node) else None,
+        weight_is_vh,
+        vocab_dim=last,
+        hidden_dim=value(x).dim() - 1,
+    )
+
+
+def _einsum(node: fx.Node) -> Product | None:
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation:
+        return None
+    if not all(is_tensor(o) for o in operands):
+        return None
+    left, out = equation.replace(" ", "").split("->")
+    letters = left.split(",")
+    # the weight is the two-dimensional operand that brings the letter of the vocabulary
+    for at, other in ((1, 0), (0, 1)):
+        weight, x = letters[at], letters[other]
+        if len(weight) != 2 or len(set(weight)) != 2 or len(set(x)) != len(x):
+            continue
+        vocab = [c for c in weight if c in out and c not in x]
+        hidden = [c for c in weight if c in x and c not in out]
+        if len(vocab) != 1 or len(hidden) != 1:
+            continue
+        v, h = vocab[0], hidden[0]
+        if out.replace(v, "", 1) != x.replace(h, "", 1):
+            continue
+        x_node, weight_node = operands[other], operands[at]
+        assert isinstance(x_node, fx.Node) and isinstance(weight_node, fx.Node)
+        return Product(
+            node,
+            x_node,
+            weight_node,
+            weight_is_vh=weight[0] == v,
+            vocab_dim=out.index(v),
+            hidden_dim=x.index(h),
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A product and the loss behind which it was found; `hard` if that loss is a cross entropy by name."""
+
+    product: Product
+    loss: fx.Node
+    hard: bool
+
+
+def find_anchors(graph: fx.Graph) -> list[Anchor]:
+    """Every product that a loss leads back to, in the order of the graph, each once."""
+    found: dict[fx.Node, Anchor] = {}
+    for loss in graph.nodes:
+        hard = calls.is_call(loss, calls.HARD_LOSSES)
+        if not hard and not calls.is_call(loss, calls.NORMALISERS):
+            continue
+        for product in _walk_back(loss):
+            known = found.get(product.node)
+            if known is None or (hard and not known.hard):
+                found[product.node] = Anchor(product, loss, hard)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return sorted(found.values(), key=lambda a: order[a.product.node])
+
+
+def _walk_back(loss: fx.Node) -> Iterator[Product]:
+    stack, seen = list(loss.all_input_nodes), set(loss.all_input_nodes)
+    while stack and len(seen) < MAX_WALK:
+        node = stack.pop()
+        if node.op not in ("call_function", "call_method") or not is_tensor(node):
+            continue
+        product = as_product(node)
+        if product is not None:
+            yield product
+            continue
+        if calls.is_call(node, calls.BODY) or calls.is_call(node, calls.OTHER_PRODUCTS | calls.MATMUL):
+            continue
+        for parent in node.all_input_nodes:
+            if parent not in seen:
+                seen.add(parent)
+                stack.append(parent)

@@ -1,0 +1,152 @@
+"""The tail: everything behind a product, retraced to ATen so that every spelling of a loss looks the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fuse_losses.graph import calls
+from fuse_losses.graph.products import Product, is_tensor
+from fuse_losses.report.decline import Declined
+
+MAX_TAIL = 400  # a loss is short; what is longer is the body of a model behind a false head
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The part of the graph that depends on `product`, in Dynamo's nodes and in ATen's.
+
+    graph: functional ATen graph; inputs: its placeholders and the Dynamo nodes they stand for (the product among
+    them); results: the ATen value of each Dynamo node of the tail; opaque: tail nodes that could not be retraced.
+    """
+
+    product: Product
+    graph: fx.Graph
+    nodes: tuple[fx.Node, ...]
+    inputs: dict[fx.Node, fx.Node]
+    results: dict[fx.Node, fx.Node]
+    opaque: dict[fx.Node, str] = field(default_factory=dict)
+
+    @property
+    def logits(self) -> fx.Node:
+        return next(aten for aten, dynamo in self.inputs.items() if dynamo is self.product.node)
+
+
+def retrace(gm: fx.GraphModule, product: Product) -> Tail:
+    """Retrace what depends on `product` under the tracing context's fake mode; raises Declined."""
+    nodes = _dependents(gm.graph, product.node)
+    if len(nodes) > MAX_TAIL:
+        raise Declined("opaque", f"more than {MAX_TAIL} operations depend on this product", calls.user_line(product.node))
+    factories = _factories(gm.graph, nodes)
+    inside = {*nodes, *factories}
+    inputs = [product.node]
+    for node in gm.graph.nodes:
+        if node in inside:
+            inputs.extend(a for a in node.all_input_nodes if a not in inside and a not in inputs and _has_value(a))
+    fake_mode = TracingContext.get().fake_mode
+    values = [_refake(node.meta["example_value"], fake_mode) for node in inputs]
+    opaque: dict[fx.Node, str] = {}
+    kept: list[fx.Node] = []
+
+    def run(*args: Any) -> list[torch.Tensor]:
+        opaque.clear()
+        kept.clear()
+        env = dict(zip(inputs, args, strict=True))
+        _execute(gm, inside, env, opaque)
+        kept.extend(n for n in nodes if isinstance(env.get(n), torch.Tensor))
+        return [env[n] for n in kept]
+
+    traced = make_fx(torch.func.functionalize(run), tracing_mode="real")(*values)
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    output = next(n for n in traced.graph.nodes if n.op == "output")
+    outputs = output.args[0]
+    outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    return Tail(
+        product,
+        traced.graph,
+        tuple(nodes),
+        dict(zip(placeholders, inputs, strict=True)),
+        dict(zip(kept, outputs, strict=True)),
+        opaque,
+    )
+
+
+def _dependents(graph: fx.Graph, root: fx.Node) -> list[fx.Node]:
+    depends = {root}
+    found = []
+    for node in graph.nodes:
+        if node.op != "output" and node not in depends and any(a in depends for a in node.all_input_nodes):
+            depends.add(node)
+            found.append(node)
+    return found
+
+
+def _factories(graph: fx.Graph, nodes: list[fx.Node]) -> set[fx.Node]:
+    """Nodes that read no tensor (arange, full, ...) and feed the tail: retraced too, so that the lift can read them."""
+    pure: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method") or not is_tensor(node) or calls.writes_to(node):
+            continue
+        if all(a in pure or not is_tensor(a) for a in node.all_input_nodes) and all(
+            _has_value(a) for a in node.all_input_nodes
+        ):
+            pure.add(node)
+    needed: set[fx.Node] = set()
+    stack = [a for n in nodes for a in n.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node in pure and node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed
+
+
+def _has_value(node: fx.Node) -> bool:
+    return "example_value" in node.meta
+
+
+def _refake(value: Any, fake_mode: Any) -> Any:
+    # Dynamo's fake tensors belong to a fake mode that is over; the shapes (and their symbols) are still ours to use.
+    if not isinstance(value, torch.Tensor):
+        return value
+    with fake_mode:
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _execute(gm: fx.GraphModule, inside: set[fx.Node], env: dict[fx.Node, Any], opaque: dict[fx.Node, str]) -> None:
+    interpreter = fx.Interpreter(gm)
+    with contextlib.ExitStack() as stack:
+        for node in gm.graph.nodes:
+            if calls.is_call(node, {calls.ENTER_AUTOCAST}):
+                env[node] = stack.enter_context(_entered(node))
+            elif calls.is_call(node, {calls.EXIT_AUTOCAST}):
+                mode = env.get(node.args[0])
+                if mode is not None:
+                    mode.close()
+            elif node in inside:
+                if any(a in opaque for a in node.all_input_nodes):
+                    opaque[node] = "it reads an operation that cannot be retraced"
+                    continue
+                try:
+                    args = fx.node.map_arg(node.args, lambda a: env[a])
+                    kwargs = fx.node.map_arg(node.kwargs, lambda a: env[a])
+                    run: Callable[..., Any] = getattr(interpreter, node.op)
+                    env[node] = run(node.target, args, kwargs)
+                except Exception as error:  # any operation may be beyond a retrace; the region says whether it matters
+                    opaque[node] = f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def _entered(node: fx.Node) -> Iterator[contextlib.ExitStack]:
+    """Enter the autocast of an `_enter_autocast` node until its exit node (or the end of the graph) closes it."""
+    with contextlib.ExitStack() as stack:
+        device, dtype, enabled, cache = (*node.args, None, None, None, None)[:4]
+        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled is not False, cache_enabled=cache))
+        yield stack

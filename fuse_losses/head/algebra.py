@@ -1,0 +1,138 @@
+"""The algebra of heads as pure data: projection, logit map, row functionals.
+
+A head is `z = outer * squash(inner * (x W^T + b))` over rows of x, and a few numbers per row that leave it. References to
+tensors are kept as `Ref`, opaque here: nodes of a graph in the pipeline, tensors in the reference evaluator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+Ref = Any
+Size = Any  # an int, or the graph's name for a symbolic one
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """Elementwise map from the raw product u to the logits: z = outer * squash(inner * u).
+
+    The dtype of the steps between is not part of the form: everything is computed in float32 (float64 for float64),
+    which is never further from the exact value than the user's own rounding in between.
+    """
+
+    squash: str = "identity"
+    inner: float = 1.0
+    outer: float = 1.0
+
+    def scaled(self, factor: float) -> LogitMap:
+        return replace(self, outer=self.outer * factor)
+
+    def squashed(self, squash: str) -> LogitMap | None:
+        """The map followed by `squash`, or None if it is squashed already."""
+        if self.squash != "identity":
+            return None
+        return LogitMap(squash, inner=self.inner * self.outer, outer=1.0)
+
+    def __str__(self) -> str:
+        if self.squash == "identity":
+            return "" if self.inner * self.outer == 1.0 else f"scale {self.inner * self.outer:g}"
+        cap = self.outer
+        if abs(self.inner * self.outer - 1.0) < 1e-6:
+            return f"softcap {cap:g}"
+        return f"softcap {cap:g}, scale {self.inner * self.outer:g}"
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """A view that rearranges or selects rows: `slice`, `select`, `permute` or `reshape`, on the dims of the rows alone.
+
+    `reshape` carries the new sizes of the row dims; the hidden (or vocabulary) dim is always last and untouched.
+    """
+
+    kind: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Logits:
+    """One [*rows, V] tensor of logits: the product of the region, its bias, its map, and which rows of it."""
+
+    map: LogitMap = LogitMap()
+    bias: Ref | None = None
+    rows: tuple[RowStep, ...] = ()
+    detached: bool = False  # no gradient flows from here to the projection
+
+
+@dataclass(frozen=True)
+class LogProb:
+    """factor * log softmax(z)[target] per row, 0 where target == ignore_index (None: no row is ignored).
+
+    wraps: a negative target counts from the end, as Python indices do.
+    """
+
+    logits: Logits
+    target: Ref
+    ignore_index: int | None = None
+    factor: float = 1.0
+    wraps: bool = False
+
+
+@dataclass(frozen=True)
+class LogSumExp:
+    """logsumexp(z) per row."""
+
+    logits: Logits
+
+
+@dataclass(frozen=True)
+class Selected:
+    """z[target] per row; `wraps` as in LogProb."""
+
+    logits: Logits
+    target: Ref
+    wraps: bool = False
+
+
+@dataclass(frozen=True)
+class NllLoss:
+    """-factor * sum (or mean) over the rows that are not ignored of log softmax(z)[target]: a scalar."""
+
+    logits: Logits
+    target: Ref
+    ignore_index: int
+    mean: bool
+    factor: float = 1.0
+
+
+Functional = LogProb | LogSumExp | Selected | NllLoss
+PER_ROW = (LogProb, LogSumExp, Selected)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What was lifted from one region: the functionals that share one projection.
+
+    vocab, hidden: sizes (None if symbolic without a hint); dtype: of the product; returned: the raw logits leave too.
+    """
+
+    functionals: tuple[Functional, ...]
+    vocab: int
+    hidden: int
+    rows: int | None
+    dtype: str
+    returned: bool = False
+
+    @property
+    def summary(self) -> str:
+        names = {LogProb: "log-prob", LogSumExp: "logsumexp", Selected: "selected logit"}
+        parts: list[str] = []
+        for f in self.functionals:
+            name = f"cross entropy ({'mean' if f.mean else 'sum'})" if isinstance(f, NllLoss) else names[type(f)]
+            if name not in parts:
+                parts.append(name)
+        extras = [s for s in {str(f.logits.map) for f in self.functionals} if s]
+        if any(f.logits.bias is not None for f in self.functionals):
+            extras.append("bias")
+        tail = f" ({', '.join(sorted(extras))})" if extras else ""
+        return f"linear + {' + '.join(parts)}{tail}"

@@ -1,0 +1,1 @@
+"""How a head is computed: plain arithmetic over a Head, no graph and no tensor."""

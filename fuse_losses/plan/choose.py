@@ -1,0 +1,64 @@
+"""From a Head to a Plan: which operator, how many rows at a time. Plain arithmetic; no graph, no tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuse_losses.head.algebra import Head, LogSumExp, NllLoss
+from fuse_losses.options import Options
+from fuse_losses.plan.chunk import default_chunk_rows
+from fuse_losses.report.decline import Decline
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What surrounds the head: where it runs, and whether its forward will run twice."""
+
+    device: str
+    checkpointed: bool = False
+    cross_entropy: bool = True  # found behind a cross entropy, not behind some softmax
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a head is computed.
+
+    gradients: "forward" (made with the loss, three products), "recompute" (logits made again in backward, four
+    products); bytes_saved: logits, gradients and float32 copies that eager would hold, less the chunk; None if the
+    number of rows is not known.
+    """
+
+    gradients: str
+    chunk_rows: int
+    accumulate: str
+    why: str
+    bytes_saved: int | None
+
+
+def choose(head: Head, context: Context, options: Options) -> Plan | Decline:
+    """Decide how to compute the head, or why not to."""
+    if head.vocab < options.min_vocab:
+        return Decline("small_vocab", f"{head.vocab} classes, fewer than min_vocab={options.min_vocab}")
+    itemsize = ITEMSIZE[head.dtype]
+    chunk_rows = options.chunk_rows or default_chunk_rows(head.vocab, itemsize, context.device)
+    gradients, why = _gradients(head, context)
+    saved = None
+    if head.rows is not None:
+        # eager keeps the logits and log-probs for backward and makes their gradient; the chunk is what is left of them
+        whole = head.rows * head.vocab * itemsize
+        saved = max(0, whole * (1 if head.returned else 2) - min(chunk_rows, head.rows) * head.vocab * itemsize)
+    return Plan(gradients, chunk_rows, options.accumulate, why, saved)
+
+
+def _gradients(head: Head, context: Context) -> tuple[str, str]:
+    sums = [f for f in head.functionals if isinstance(f, NllLoss)]
+    if len(sums) < len(head.functionals):
+        kinds = "logsumexp" if any(isinstance(f, LogSumExp) for f in head.functionals) else "per-row values"
+        return "recompute", f"{kinds} leave the head, so the row weights are known only in backward"
+    if len({(id(f.target), f.ignore_index, f.logits) for f in sums}) > 1:
+        return "recompute", "several losses read these logits"
+    if context.checkpointed:
+        return "recompute", "the head is checkpointed: its forward runs twice, its gradients must not"
+    return "forward", "every row's weight is known before the loss"

@@ -1,0 +1,1 @@
+"""What was found, what was fused, what was left alone and why."""

@@ -1,0 +1,98 @@
+"""Why a head was left to Inductor: typed codes, each with what to change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# code -> (what it means, what the user can do about it). The documentation page is generated from this table.
+CODES: dict[str, tuple[str, str]] = {
+    "small_vocab": (
+        "the vocabulary is smaller than fuse_losses.min_vocab, so the logits are cheap",
+        "nothing, or lower fuse_losses.min_vocab",
+    ),
+    "logits_used": (
+        "another operation needs the logits or log-probabilities whole",
+        "compute that term from the loss's own values, or compile it apart",
+    ),
+    "log_probs_returned": (
+        "the log-probabilities of the whole vocabulary leave the graph",
+        "return only the log-probabilities that are read",
+    ),
+    "wrong_axis": (
+        "the loss normalises over another axis than the vocabulary",
+        "check the dim argument; if it is meant, nothing can be fused here",
+    ),
+    "rows_mix": (
+        "an operation mixes rows or reorders the vocabulary while it is alive",
+        "select or combine rows before the head, or after the loss",
+    ),
+    "unsupported_transform": (
+        "the logits are changed in a way that has no fused form yet",
+        "scale, softcap and bias are fused; move other terms behind the loss",
+    ),
+    "unsupported_loss": (
+        "the vocabulary is reduced in a way that has no fused form yet",
+        "cross entropy, nll_loss, gather and logsumexp are fused",
+    ),
+    "unsupported_product": (
+        "the product that makes the logits is not x @ W.T with one two-dimensional weight",
+        "write the head as F.linear(x, W, b)",
+    ),
+    "unsupported_dtype": (
+        "hidden states, weight and logits have dtypes that the fused operators do not take",
+        "use one of float16, bfloat16, float32 or float64 for hidden states and weight",
+    ),
+    "opaque": (
+        "an operation behind the head cannot be read (autograd.Function, a higher-order operator, ...)",
+        "write the loss in plain PyTorch operations",
+    ),
+    "functorch": (
+        "the graph differentiates inside itself (torch.func.grad, vmap)",
+        "call .backward() or torch.autograd.grad outside of the compiled function",
+    ),
+    "mutated": (
+        "a tensor that the loss reads is written to between the head and the loss",
+        "write to a copy, or before the head",
+    ),
+    "sharded": (
+        "the head's weight or input is a DTensor or another tensor subclass",
+        "gather it to a plain tensor; sharded heads are planned",
+    ),
+    "failed": (
+        "fuse_losses itself failed here; the graph went to Inductor as it came",
+        "please report it with the text of fuse_losses.explain()",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Decline:
+    """A head that was found and left alone: `code` is a key of CODES, `where` the user's source line."""
+
+    code: str
+    reason: str
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        if self.code not in CODES:
+            raise KeyError(f"no such decline code: {self.code}")
+
+    @property
+    def remedy(self) -> str:
+        return CODES[self.code][1]
+
+    def __str__(self) -> str:
+        place = f" at {self.where}" if self.where else ""
+        return f"[{self.code}] {self.reason}{place}; what to do: {self.remedy}"
+
+
+class Declined(Exception):
+    """Carries a Decline out of the stage that found it; only the pipeline catches it."""
+
+    def __init__(self, code: str, reason: str, where: str = "") -> None:
+        super().__init__(f"[{code}] {reason}")
+        self.decline = Decline(code, reason, where)
+
+
+class FusionError(RuntimeError):
+    """Raised instead of a decline under options={"fuse_losses.strict": True}."""

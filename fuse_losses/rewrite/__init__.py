@@ -1,0 +1,1 @@
+"""The only place that changes a graph."""
