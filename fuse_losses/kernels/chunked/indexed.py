@@ -1,10 +1,11 @@
 """Log-probability of one target per row, and its gradient, in plain PyTorch.
 
-The row-kernel interface, shared with `kernels.triton.indexed`. Every function works on one chunk:
-`logits` [C, V] raw products of any float dtype and stride, `column` [C] int64, the target or a negative number for
-"none"; per-row values are contiguous [C] in float32 (float64 for float64 logits). Outputs are written to tensors that
-the caller gives. `out` [C, V] receives the gradient with respect to the raw products and may be `logits` itself.
-A row whose coefficients are all zero gets a gradient of exact zeros, whatever its logits are.
+The row-kernel interface, shared with `kernels.triton.indexed`. Every function works on one chunk: `logits`
+[C, V] raw products of any float dtype and stride, `column` [C] int64, the target or a negative number for
+"none"; per-row values are contiguous [C] in float32 (float64 for float64 logits). Outputs are written to
+tensors that the caller gives. `out` [C, V] receives the gradient with respect to the raw products and may be
+`logits` itself. A row whose coefficients are all zero gets a gradient of exact zeros, whatever its logits
+are.
 """
 
 import torch
@@ -13,14 +14,19 @@ from torch import Tensor
 from fuse_losses.kernels.chunked.squash import slope, squash_into
 from fuse_losses.kernels.squash import Squash
 
+TEMPORARIES = True  # the functions make tensors of [C, V]
 _MINUS_INF = float("-inf")
 
 
 def indexed_fwd(
     logits: Tensor, column: Tensor, squash: Squash, log_prob: Tensor, row_max: Tensor, log_sum: Tensor
 ) -> None:
-    """Write `row_max`, `log_sum = log(sum(exp(z - row_max)))` and `log_prob = z[column] - lse` (0 without a column)."""
-    z = squash_into(logits, squash, torch.empty(logits.shape, dtype=log_prob.dtype, device=logits.device))  # [C, V]
+    """Write `row_max`, `log_sum = log(sum(exp(z - row_max)))` and `log_prob = z[column] - lse` (0 without a
+    column).
+    """
+    z = squash_into(
+        logits, squash, torch.empty(logits.shape, dtype=log_prob.dtype, device=logits.device)
+    )  # [C, V]
     picked = _pick(z, column)
     row_max.copy_(_finite_max(z))
     torch.sum(_exp_(z, row_max), 1, out=log_sum).log_()
@@ -37,7 +43,9 @@ def indexed_bwd(
     squash: Squash,
     out: Tensor,
 ) -> None:
-    """Write `(on_all * p + on_target * onehot(column)) * dz/du` to `out`; the statistics are `indexed_fwd`'s."""
+    """Write `(on_all * p + on_target * onehot(column)) * dz/du` to `out`; the statistics are
+    `indexed_fwd`'s.
+    """
     z = squash_into(logits, squash, _work(out, on_all.dtype))  # [C, V]
     dz_du = slope(z, squash)
     _gradient_into(out, _exp_(z, row_max), on_all * log_sum.neg().exp(), column, on_target, on_all, dz_du)
@@ -46,7 +54,9 @@ def indexed_bwd(
 def indexed_fwd_bwd(
     logits: Tensor, column: Tensor, weight: Tensor, squash: Squash, log_prob: Tensor, out: Tensor
 ) -> None:
-    """Write `log_prob` and the gradient of `weight * -log_prob` in one visit; `weight` is 0 where there is no column."""
+    """Write `log_prob` and the gradient of `weight * -log_prob` in one visit; `weight` is 0 where there is no
+    column.
+    """
     z = squash_into(logits, squash, _work(out, log_prob.dtype))  # [C, V]
     picked = _pick(z, column)
     dz_du = slope(z, squash)
@@ -76,8 +86,8 @@ def _pick(z: Tensor, column: Tensor) -> Tensor:
 
 
 def _in_range(column: Tensor, vocab: int) -> Tensor:
-    # the caller has checked targets; the clamp turns "none" into some column, and keeps a read in bounds on a device
-    # whose check is asynchronous
+    # the caller has checked targets; the clamp turns "none" into some column, and keeps a read in bounds on a
+    # device whose check is asynchronous
     return column.clamp(0, vocab - 1).unsqueeze(1)  # [C, 1]
 
 
@@ -93,7 +103,7 @@ def _gradient_into(
     column: Tensor,
     on_target: Tensor,
     on_all: Tensor,
-    dz_du: "Tensor | float",
+    dz_du: Tensor | float,
 ) -> None:
     """Finish a gradient from `e = exp(z - max)` (overwritten), where `per_e * e = on_all * p`."""
     if isinstance(dz_du, float):  # constant: fold it into the per-row coefficients
@@ -101,7 +111,9 @@ def _gradient_into(
     else:
         on_target_u = on_target
     du = e.mul_(per_e.unsqueeze(1))
-    du.scatter_add_(1, _in_range(column, du.shape[1]), on_target_u.unsqueeze(1))  # one column per row: no collisions
+    du.scatter_add_(
+        1, _in_range(column, du.shape[1]), on_target_u.unsqueeze(1)
+    )  # one column per row: no collisions
     if not isinstance(dz_du, float):
         du.mul_(dz_du)
     dead = (on_target == 0) & (on_all == 0)

@@ -19,7 +19,9 @@ def _tanh_(z: Tensor, inner: float, outer: float) -> Tensor:
 
 
 def _tanh_slope(z: Tensor, inner: float, outer: float) -> Tensor:
-    return torch.square(z).mul_(-inner / outer).add_(inner * outer)  # inner * outer * (1 - tanh^2), tanh = z / outer
+    return (
+        torch.square(z).mul_(-inner / outer).add_(inner * outer)
+    )  # inner * outer * (1 - tanh^2), tanh = z / outer
 
 
 _SQUASHES = {"identity": (_identity_, _identity_slope), "tanh": (_tanh_, _tanh_slope)}
@@ -31,6 +33,6 @@ def squash_into(u: Tensor, squash: Squash, out: Tensor) -> Tensor:
     return _SQUASHES[squash.name][0](out.copy_(u), squash.inner, squash.outer)
 
 
-def slope(z: Tensor, squash: Squash) -> "Tensor | float":
+def slope(z: Tensor, squash: Squash) -> Tensor | float:
     """`dz/du` written in terms of `z`: a number where it is constant, else a new tensor shaped like `z`."""
     return _SQUASHES[squash.name][1](z, squash.inner, squash.outer)

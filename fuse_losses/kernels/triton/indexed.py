@@ -13,10 +13,13 @@ from fuse_losses.kernels.triton.launch import num_warps
 from fuse_losses.kernels.triton.squash import SQUASHES
 from fuse_losses.kernels.triton.tile import block_size, load_logits, row_statistics
 
+TEMPORARIES = False  # the functions make no tensor of [C, V]
+
 
 @triton.jit
 def _picked_logit(row_ptr, column, vocab, col_stride, inner, outer, SQUASH: tl.constexpr):
-    # an out-of-range column trips the caller's device assert, which may come later: never read outside the row
+    # an out-of-range column trips the caller's device assert, which may come later: never read outside the
+    # row
     inside = (column >= 0) & (column < vocab)
     u = tl.load(row_ptr + column * col_stride, mask=inside, other=float("nan")).to(tl.float32)
     return SQUASH(u, inner, outer)
@@ -24,7 +27,8 @@ def _picked_logit(row_ptr, column, vocab, col_stride, inner, outer, SQUASH: tl.c
 
 @triton.jit
 def _gradient_tile(
-    row_ptr, out_ptr, start, column, on_target, on_all, top, log_sum, vocab, col_stride, out_col_stride, inner, outer,
+    row_ptr, out_ptr, start, column, on_target, on_all, top, log_sum, vocab, col_stride, out_col_stride,
+    inner, outer,
     SQUASH: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     cols = start + tl.arange(0, BLOCK)
@@ -40,14 +44,15 @@ def _gradient_tile(
 
 @triton.jit
 def _gradient_row(
-    row_ptr, out_ptr, column, on_target, on_all, top, log_sum, vocab, col_stride, out_col_stride, inner, outer,
+    row_ptr, out_ptr, column, on_target, on_all, top, log_sum, vocab, col_stride, out_col_stride, inner,
+    outer,
     SQUASH: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     whole = vocab // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         _gradient_tile(
-            row_ptr, out_ptr, start, column, on_target, on_all, top, log_sum, vocab, col_stride, out_col_stride,
-            inner, outer, SQUASH, SLOPE, BLOCK, False,
+            row_ptr, out_ptr, start, column, on_target, on_all, top, log_sum, vocab, col_stride,
+            out_col_stride, inner, outer, SQUASH, SLOPE, BLOCK, False,
         )  # fmt: skip
     _gradient_tile(
         row_ptr, out_ptr, whole, column, on_target, on_all, top, log_sum, vocab, col_stride, out_col_stride,
@@ -68,7 +73,8 @@ def _zero_row(out_ptr, vocab, out_col_stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def indexed_fwd_kernel(
-    logits_ptr, column_ptr, log_prob_ptr, row_max_ptr, log_sum_ptr, vocab, row_stride, col_stride, inner, outer,
+    logits_ptr, column_ptr, log_prob_ptr, row_max_ptr, log_sum_ptr, vocab, row_stride, col_stride, inner,
+    outer,
     SQUASH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # row * row_stride passes 2^31
@@ -96,7 +102,8 @@ def indexed_bwd_kernel(
     else:
         _gradient_row(
             logits_ptr + row * row_stride, out_row_ptr, tl.load(column_ptr + row), on_target, on_all,
-            tl.load(row_max_ptr + row), tl.load(log_sum_ptr + row), vocab, col_stride, out_col_stride, inner, outer,
+            tl.load(row_max_ptr + row), tl.load(log_sum_ptr + row), vocab, col_stride, out_col_stride, inner,
+            outer,
             SQUASH, SLOPE, BLOCK,
         )  # fmt: skip
 
@@ -125,15 +132,17 @@ def indexed_fwd_bwd_kernel(
             _zero_row(out_row_ptr, vocab, out_col_stride, BLOCK)
         else:
             _gradient_row(
-                row_ptr, out_row_ptr, column, -weight, weight, top, log_sum, vocab, col_stride, out_col_stride,
-                inner, outer, SQUASH, SLOPE, BLOCK,
+                row_ptr, out_row_ptr, column, -weight, weight, top, log_sum, vocab, col_stride,
+                out_col_stride, inner, outer, SQUASH, SLOPE, BLOCK,
             )  # fmt: skip
 
 
 def indexed_fwd(
     logits: Tensor, column: Tensor, squash: Squash, log_prob: Tensor, row_max: Tensor, log_sum: Tensor
 ) -> None:
-    """Write `row_max`, `log_sum = log(sum(exp(z - row_max)))` and `log_prob = z[column] - lse` (0 without a column)."""
+    """Write `row_max`, `log_sum = log(sum(exp(z - row_max)))` and `log_prob = z[column] - lse` (0 without a
+    column).
+    """
     rows, vocab = logits.shape
     block = block_size(vocab)
     with torch.cuda.device_of(logits):
@@ -153,7 +162,9 @@ def indexed_bwd(
     squash: Squash,
     out: Tensor,
 ) -> None:
-    """Write `(on_all * p + on_target * onehot(column)) * dz/du` to `out`; the statistics are `indexed_fwd`'s."""
+    """Write `(on_all * p + on_target * onehot(column)) * dz/du` to `out`; the statistics are
+    `indexed_fwd`'s.
+    """
     rows, vocab = logits.shape
     block = block_size(vocab)
     function, slope = SQUASHES[squash.name]
@@ -168,12 +179,15 @@ def indexed_bwd(
 def indexed_fwd_bwd(
     logits: Tensor, column: Tensor, weight: Tensor, squash: Squash, log_prob: Tensor, out: Tensor
 ) -> None:
-    """Write `log_prob` and the gradient of `weight * -log_prob` in one visit; `weight` is 0 where there is no column."""
+    """Write `log_prob` and the gradient of `weight * -log_prob` in one visit; `weight` is 0 where there is no
+    column.
+    """
     rows, vocab = logits.shape
     block = block_size(vocab)
     function, slope = SQUASHES[squash.name]
     with torch.cuda.device_of(logits):
         indexed_fwd_bwd_kernel[(rows,)](
-            logits, column, weight, log_prob, out, vocab, *logits.stride(), *out.stride(), squash.inner, squash.outer,
+            logits, column, weight, log_prob, out, vocab, *logits.stride(), *out.stride(), squash.inner,
+            squash.outer,
             SQUASH=function, SLOPE=slope, BLOCK=block, num_warps=num_warps(block, logits.device),
         )  # fmt: skip

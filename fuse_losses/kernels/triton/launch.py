@@ -8,12 +8,14 @@ _LANES_ELEMENTS = 16  # elements of a tile per thread: two 16-byte loads of a 16
 _MOST_THREADS = 1024
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _warp_size(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
 
 
 def num_warps(block: int, device: torch.device) -> int:
-    """Warps for a tile of `block` columns; a warp has 64 lanes on some AMD devices, and a program 1024 threads."""
+    """Warps for a tile of `block` columns; a warp has 64 lanes on some AMD devices, and a program 1024
+    threads.
+    """
     warp = _warp_size(device)
     return max(1, min(block // (_LANES_ELEMENTS * warp), _MOST_THREADS // warp))

@@ -13,8 +13,9 @@ def block_size(vocab: int) -> int:
 
 @triton.jit
 def load_logits(row_ptr, cols, vocab, col_stride, inner, outer, SQUASH: tl.constexpr, MASKED: tl.constexpr):
-    """Tile of `z` in float32, -inf beyond the row's end. Only the last tile of a row needs MASKED: a mask by an odd
-    vocabulary would break every load into single elements."""
+    """Tile of `z` in float32, -inf beyond the row's end. Only the last tile of a row needs MASKED: a mask by
+    an odd vocabulary would break every load into single elements.
+    """
     offsets = cols.to(tl.int64) * col_stride
     if MASKED:
         u = tl.load(row_ptr + offsets, mask=cols < vocab, other=0.0).to(tl.float32)
@@ -26,8 +27,9 @@ def load_logits(row_ptr, cols, vocab, col_stride, inner, outer, SQUASH: tl.const
 
 @triton.jit
 def online_softmax_step(z, top, total):
-    """Add a tile to (running maximum, per-lane sums of exp(z - maximum)). Only an exact -inf maximum is guarded, so
-    that a NaN still reaches the sums."""
+    """Add a tile to (running maximum, per-lane sums of exp(z - maximum)). Only an exact -inf maximum is
+    guarded, so that a NaN still reaches the sums.
+    """
     new_top = tl.maximum(top, tl.max(z, 0))
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
     return new_top, total * tl.exp(top - safe) + tl.exp(z - safe)

@@ -1,0 +1,26 @@
+"""The operators that graphs are rewritten to; importing this package registers them. Imports torch only.
+
+    linear_nll_sum   sum_i row_weight_i * -log_prob_i of projected rows, gradients made in the forward
+    linear_log_prob  (log_prob, lse) of projected rows, logits recomputed in the backward
+    log_prob         (log_prob, lse) of given logits
+ With raw products `u` (`x W^T + bias`, or given), logits are `z = outer * squash(inner * u)`, `lse =
+logsumexp(z)` and `log_prob = z[target] - lse`. A row whose target is `ignore_index` has log_prob 0 and no
+gradient through it; its lse is real. `logits`, where given next to x and weight, is `u` already computed: it
+is read in the forward, and gradients still go to x, weight and bias. `chunk_rows` bounds the rows of logits
+alive at a time. `accumulate` is "float32", or "native" for a weight gradient added up in the weight's dtype.
+ Each is a composite over autograd functions over inner operators (`indexed`, `given`), so that AOTAutograd
+sees which gradients are needed.
+"""
+
+import torch
+
+from fuse_losses.ops import linear_log_prob, linear_nll_sum, log_prob
+
+_library = torch.library.Library("fuse_losses", "FRAGMENT")
+for _name, _module in (
+    ("linear_nll_sum", linear_nll_sum),
+    ("linear_log_prob", linear_log_prob),
+    ("log_prob", log_prob),
+):
+    _library.define(_module.SCHEMA)
+    _library.impl(_name, getattr(_module, _name), "CompositeImplicitAutograd")

@@ -1,0 +1,109 @@
+"""The loop over chunks of rows: at most one [chunk, V] buffer of logits is alive, whatever N is."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuse_losses.ops.gemm import BiasGradient, WeightGradient, mm_into
+
+
+class Projection(NamedTuple):
+    """`u = x W^T + b`: x [N, H], weight [V, H], bias [V] or None, of one dtype and any strides.
+
+    `logits` [N, V], where given, is `u` already computed: it is read, never written.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    logits: Tensor | None
+
+
+class Needs(NamedTuple):
+    """Which gradients are computed, and how the weight's chunks are added."""
+
+    x: bool
+    weight: bool
+    bias: bool
+    accumulate: str
+
+
+class Gradients(NamedTuple):
+    """Gradients of a projection; an empty [0] tensor stands for one that is not needed."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+def parts(rows: int, chunk_rows: int) -> Iterator[slice]:
+    """Slices of at most `chunk_rows` rows that cover [0, rows)."""
+    for start in range(0, rows, chunk_rows):
+        yield slice(start, min(start + chunk_rows, rows))
+
+
+def chunk_buffer(projection: Projection, chunk_rows: int) -> Tensor:
+    """Uninitialised [min(N, chunk_rows), V] in x's dtype."""
+    rows, vocab = min(projection.x.shape[0], chunk_rows), projection.weight.shape[0]
+    x = projection.x
+    # rows that start at a multiple of 128 bytes keep loads vectorised for an odd vocabulary
+    step = 128 // x.element_size() if x.is_cuda else 1
+    return x.new_empty(rows, -(-vocab // step) * step)[:, :vocab]
+
+
+def chunk_logits(projection: Projection, part: slice, buffer: Tensor) -> Tensor:
+    """Raw products of some rows [C, V]: the given ones, else computed into `buffer`."""
+    if projection.logits is not None:
+        return projection.logits[part]
+    x, weight, bias = projection.x[part], projection.weight, projection.bias
+    if bias is None:
+        return torch.mm(x, weight.t(), out=buffer)
+    return torch.addmm(bias, x, weight.t(), out=buffer)
+
+
+def forward_loop(projection: Projection, chunk_rows: int, visit: Callable[[slice, Tensor], None]) -> None:
+    """Call `visit(part, logits)` for every chunk; `logits` [C, V] is only to be read."""
+    given = projection.logits is not None
+    buffer = (
+        projection.x if given else chunk_buffer(projection, chunk_rows)
+    )  # not used where the logits are given
+    for part in parts(projection.x.shape[0], chunk_rows):
+        visit(part, chunk_logits(projection, part, buffer[: part.stop - part.start]))
+
+
+def gradient_loop(
+    projection: Projection,
+    chunk_rows: int,
+    needs: Needs,
+    dtype: torch.dtype,
+    visit: Callable[[slice, Tensor, Tensor], None],
+) -> Gradients:
+    """Gradients in `dtype` from `visit(part, logits, du)`, which writes the chunk's logit gradient [C, V] to
+    `du`.
+
+    `du` has x's dtype and may be `logits` itself.
+    """
+    x, weight, bias, _ = projection
+    rows = x.shape[0]
+    none = x.new_empty(0, dtype=dtype)
+    grad_x = torch.empty_like(x, dtype=dtype) if needs.x else none
+    chunks = -(-rows // chunk_rows)
+    weight_sum = WeightGradient(weight, dtype, chunks, needs.accumulate) if needs.weight else None
+    bias_sum = BiasGradient(bias, dtype) if needs.bias and bias is not None else None
+    buffer = chunk_buffer(projection, chunk_rows)
+    for part in parts(rows, chunk_rows):
+        du = buffer[: part.stop - part.start]
+        visit(part, chunk_logits(projection, part, du), du)
+        if needs.x:
+            mm_into(grad_x[part], du, weight)
+        if weight_sum is not None:
+            weight_sum.add(du, x[part])
+        if bias_sum is not None:
+            bias_sum.add(du)
+    return Gradients(
+        grad_x,
+        none.clone() if weight_sum is None else weight_sum.result(),
+        none.clone() if bias_sum is None else bias_sum.result(),
+    )

@@ -1,0 +1,258 @@
+"""Inner operators for one target per row. They know nothing of autograd: which gradients to compute is an
+argument.
+
+Per-row values are float32 (float64 for float64 inputs). Inside, an ambient autocast is switched off: the
+dtypes of the arguments say all.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fuse_losses.kernels.squash import Squash
+from fuse_losses.ops.chunk_loop import Needs, Projection, forward_loop, gradient_loop, parts
+from fuse_losses.ops.dispatch import indexed_kernels
+from fuse_losses.ops.gemm import statistics_dtype
+from fuse_losses.ops.targets import target_columns
+
+
+def _no_autocast(like: Tensor) -> torch.autocast:
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def _row_values(like: Tensor, rows: int, count: int) -> list[Tensor]:
+    return [like.new_empty(rows, dtype=statistics_dtype(like.dtype)) for _ in range(count)]
+
+
+def _coefficients(
+    columns: Tensor, grad_log_prob: Tensor | None, grad_lse: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(on_target, on_all) [N] with dz = on_all * p + on_target * onehot(target); a row without a target takes
+    nothing from its log-probability, whatever its gradient is.
+    """
+    if grad_log_prob is None:
+        on_target = torch.zeros(columns.shape, dtype=dtype, device=columns.device)
+    else:
+        on_target = torch.where(columns < 0, 0.0, grad_log_prob.to(dtype))
+    return on_target, -on_target if grad_lse is None else grad_lse.to(dtype) - on_target
+
+
+def _row_gain(weight: Tensor) -> Tensor:
+    """0-d power of two that puts the largest row weight at about 256.
+
+    Gradients made in the forward do not know the loss scale yet: p * weight is mostly below float16's range,
+    where eager's gradient, which carries the scale, is not.
+    """
+    top = weight.abs().amax() if weight.numel() else weight.new_ones(())
+    usable = (top > 0) & top.isfinite()
+    return torch.exp2(8.0 - torch.where(usable, top, 1.0).log2().ceil())
+
+
+@torch.library.custom_op("fuse_losses::indexed_fwd", mutates_args=())
+def indexed_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    logits: Tensor | None,
+    squash: str,
+    inner: float,
+    outer: float,
+    ignore_index: int,
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log_prob, row_max, log_sum) [N] of the projected rows; lse = row_max + log_sum."""
+    columns = target_columns(target, ignore_index, weight.shape[0])
+    kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
+    log_prob, row_max, log_sum = _row_values(x, x.shape[0], 3)
+
+    def visit(part: slice, u: Tensor) -> None:
+        kernels.indexed_fwd(u, columns[part], how, log_prob[part], row_max[part], log_sum[part])
+
+    with _no_autocast(x):
+        forward_loop(Projection(x, weight, bias, logits), chunk_rows, visit)
+    return log_prob, row_max, log_sum
+
+
+@indexed_fwd.register_fake
+def _(x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows):
+    return tuple(_row_values(x, x.shape[0], 3))
+
+
+@torch.library.custom_op("fuse_losses::indexed_fwd_grad", mutates_args=())
+def indexed_fwd_grad(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor | None,
+    logits: Tensor | None,
+    squash: str,
+    inner: float,
+    outer: float,
+    ignore_index: int,
+    chunk_rows: int,
+    accumulate: str,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log_prob [N], and the gradients of `sum(row_weight * -log_prob)` for x, weight and bias (shape [0] if
+    not needed).
+
+    float16 gradients come back in float32: unscaled, they leave float16's range.
+    """
+    columns = target_columns(target, ignore_index, weight.shape[0])
+    kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
+    (log_prob,) = _row_values(x, x.shape[0], 1)
+    with _no_autocast(x):
+        weights = torch.ones_like(log_prob) if row_weight is None else row_weight.to(log_prob.dtype)
+        weights = torch.where(columns < 0, 0.0, weights)  # [N], contiguous
+        half = x.dtype == torch.float16
+        gain = _row_gain(weights) if half else None
+        if gain is not None:
+            weights = weights * gain
+
+        def visit(part: slice, u: Tensor, du: Tensor) -> None:
+            kernels.indexed_fwd_bwd(u, columns[part], weights[part], how, log_prob[part], du)
+
+        needs = Needs(need_x, need_weight, need_bias, accumulate)
+        saved = torch.float32 if half else x.dtype
+        grads = gradient_loop(Projection(x, weight, bias, logits), chunk_rows, needs, saved, visit)
+        if gain is not None:
+            for grad in grads:
+                grad.div_(gain)
+    return log_prob, *grads
+
+
+@indexed_fwd_grad.register_fake
+def _(
+    x, weight, bias, target, row_weight, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate,
+    need_x, need_weight, need_bias,
+):  # fmt: skip
+    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+    return (
+        *_row_values(x, x.shape[0], 1),
+        *_fake_gradients(x, weight, bias, need_x, need_weight, need_bias, dtype),
+    )
+
+
+@torch.library.custom_op("fuse_losses::indexed_bwd", mutates_args=())
+def indexed_bwd(
+    grad_log_prob: Tensor | None,
+    grad_lse: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    squash: str,
+    inner: float,
+    outer: float,
+    ignore_index: int,
+    chunk_rows: int,
+    accumulate: str,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients for x, weight and bias (shape [0] if not needed) from those of log_prob and lse; logits are
+    recomputed.
+    """
+    columns = target_columns(target, ignore_index, weight.shape[0])
+    kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
+    with _no_autocast(x):
+        on_target, on_all = _coefficients(columns, grad_log_prob, grad_lse, row_max.dtype)
+
+        def visit(part: slice, u: Tensor, du: Tensor) -> None:
+            kernels.indexed_bwd(
+                u, columns[part], on_target[part], on_all[part], row_max[part], log_sum[part], how, du
+            )  # fmt: skip
+
+        needs = Needs(need_x, need_weight, need_bias, accumulate)
+        return tuple(gradient_loop(Projection(x, weight, bias, None), chunk_rows, needs, x.dtype, visit))
+
+
+@indexed_bwd.register_fake
+def _(
+    grad_log_prob, grad_lse, x, weight, bias, target, row_max, log_sum, squash, inner, outer, ignore_index,
+    chunk_rows, accumulate, need_x, need_weight, need_bias,
+):  # fmt: skip
+    return _fake_gradients(x, weight, bias, need_x, need_weight, need_bias, x.dtype)
+
+
+def _fake_gradients(x, weight, bias, need_x, need_weight, need_bias, dtype):
+    return (
+        torch.empty_like(x, dtype=dtype) if need_x else x.new_empty(0, dtype=dtype),
+        torch.empty_like(weight, dtype=dtype) if need_weight else x.new_empty(0, dtype=dtype),
+        x.new_empty(bias.shape if need_bias and bias is not None else 0, dtype=dtype),
+    )
+
+
+def _visited(kernels: ModuleType, logits: Tensor, chunk_rows: int) -> int:
+    """Rows of given logits per kernel call: all of them where the kernels make no temporaries."""
+    return chunk_rows if kernels.TEMPORARIES else max(1, logits.shape[0])
+
+
+@torch.library.custom_op("fuse_losses::given_fwd", mutates_args=())
+def given_fwd(
+    logits: Tensor,
+    target: Tensor,
+    squash: str,
+    inner: float,
+    outer: float,
+    ignore_index: int,
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log_prob, row_max, log_sum) [N] of given raw products [N, V]."""
+    columns = target_columns(target, ignore_index, logits.shape[1])
+    kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
+    log_prob, row_max, log_sum = _row_values(logits, logits.shape[0], 3)
+    with _no_autocast(logits):
+        for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
+            kernels.indexed_fwd(
+                logits[part], columns[part], how, log_prob[part], row_max[part], log_sum[part]
+            )
+    return log_prob, row_max, log_sum
+
+
+@given_fwd.register_fake
+def _(logits, target, squash, inner, outer, ignore_index, chunk_rows):
+    return tuple(_row_values(logits, logits.shape[0], 3))
+
+
+@torch.library.custom_op("fuse_losses::given_bwd", mutates_args=())
+def given_bwd(
+    grad_log_prob: Tensor | None,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    squash: str,
+    inner: float,
+    outer: float,
+    ignore_index: int,
+    chunk_rows: int,
+) -> Tensor:
+    """Gradient for given raw products [N, V], in their dtype, from those of log_prob and lse."""
+    columns = target_columns(target, ignore_index, logits.shape[1])
+    kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    with _no_autocast(logits):
+        on_target, on_all = _coefficients(columns, grad_log_prob, grad_lse, row_max.dtype)
+        for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
+            kernels.indexed_bwd(
+                logits[part], columns[part], on_target[part], on_all[part], row_max[part], log_sum[part], how,
+                out[part],
+            )  # fmt: skip
+    return out
+
+
+@given_bwd.register_fake
+def _(
+    grad_log_prob, grad_lse, logits, target, row_max, log_sum, squash, inner, outer, ignore_index, chunk_rows
+):
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

@@ -1,0 +1,43 @@
+"""Log-probability and logsumexp of given logits; the backward writes one gradient in the logits' dtype."""
+
+import torch
+
+from fuse_losses.ops.autograd import forbid_double_backward, needs_gradient
+from fuse_losses.ops.checks import check_how, check_rows
+from fuse_losses.ops.indexed import given_bwd, given_fwd
+
+SCHEMA = (
+    "log_prob(Tensor logits, Tensor target, str squash, float inner, float outer, SymInt ignore_index, "
+    "SymInt chunk_rows) -> (Tensor, Tensor)"
+)
+
+
+class _LogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, target, squash, inner, outer, ignore_index, chunk_rows):
+        log_prob, row_max, log_sum = given_fwd(logits, target, squash, inner, outer, ignore_index, chunk_rows)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, target, row_max, log_sum)
+        ctx.how = (squash, inner, outer, ignore_index, chunk_rows)
+        return log_prob, row_max + log_sum
+
+    @staticmethod
+    def backward(ctx, grad_log_prob, grad_lse):
+        forbid_double_backward()
+        if grad_log_prob is None and grad_lse is None:
+            return (None,) * 7
+        return given_bwd(grad_log_prob, grad_lse, *ctx.saved_tensors, *ctx.how), *[None] * 6
+
+
+def log_prob(logits, target, squash, inner, outer, ignore_index, chunk_rows):
+    """(log_prob, lse) [N] in float32 (float64 for float64) of raw products [N, V]."""
+    check_how(squash, chunk_rows)
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be a float tensor, got {logits.dtype}")
+    if logits.dim() != 2:
+        raise ValueError(f"logits must be [N, V], got {tuple(logits.shape)}")
+    check_rows(logits.shape[0], target)
+    if needs_gradient(logits):
+        return _LogProb.apply(logits, target, squash, inner, outer, ignore_index, chunk_rows)
+    values, row_max, log_sum = given_fwd(logits, target, squash, inner, outer, ignore_index, chunk_rows)
+    return values, row_max + log_sum
