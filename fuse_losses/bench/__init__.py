@@ -1,0 +1,1 @@
+"""`fuse-losses bench`: workloads, peers, floors and records."""

@@ -1,0 +1,159 @@
+"""Time, memory and the machine's own limits, measured the same way for every peer."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch.autograd import DeviceType
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds over the warm repeats."""
+
+    median: float
+    p20: float
+    p80: float
+    repeats: int
+
+
+@dataclass(frozen=True)
+class MemoryTrace:
+    """Memory over one step, above what was resident when it began."""
+
+    points: list[tuple[float, int]]  # (milliseconds since the first allocation, bytes)
+    largest: int  # bytes of the largest single allocation
+
+    @property
+    def peak(self) -> int:
+        return max(size for _, size in self.points)
+
+
+def time_step(
+    step: Callable[[], object],
+    device: str,
+    repeats: int,
+    warmup: int,
+    before: Callable[[], object] | None = None,
+) -> Timing:
+    """Time `step`; `before` runs ahead of each repeat, outside the timed part (say, to drop the gradients).
+
+    On CUDA the L2 cache is flushed before each repeat, so that inputs come from memory, as in training.
+    """
+    for _ in range(warmup):
+        if before:
+            before()
+        step()
+    if device != "cuda":
+        return _timing([_time_cpu(step, before) for _ in range(repeats)])
+    flush = torch.empty(256 * MIB, dtype=torch.int8, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in events:
+        if before:
+            before()
+        flush.zero_()
+        start.record()
+        step()
+        end.record()
+    torch.cuda.synchronize()
+    return _timing([start.elapsed_time(end) for start, end in events])
+
+
+def _time_cpu(step: Callable[[], object], before: Callable[[], object] | None) -> float:
+    if before:
+        before()
+    start = time.perf_counter()
+    step()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _timing(ms: list[float]) -> Timing:
+    ms = sorted(ms)
+    last = len(ms) - 1
+    return Timing(statistics.median(ms), ms[round(0.2 * last)], ms[round(0.8 * last)], len(ms))
+
+
+def peak_memory(step: Callable[[], object], device: str) -> int:
+    """Bytes that `step` holds at its peak above what is resident before it."""
+    if device != "cuda":
+        return trace_memory(step, device).peak
+    clear(device)
+    resident = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - resident
+
+
+def trace_memory(step: Callable[[], object], device: str) -> MemoryTrace:
+    """Memory over one step, from the allocator's own events."""
+    clear(device)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with _silenced(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    wanted = {"cpu": DeviceType.CPU, "cuda": DeviceType.CUDA}[device]
+    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    events = [e for e in results.events() if e.name() == "[memory]" and e.device_type() == wanted]
+    events.sort(key=lambda e: e.start_ns())
+    points, size = [(0.0, 0)], 0
+    for event in events:
+        size += event.nbytes()
+        points.append(((event.start_ns() - events[0].start_ns()) / 1e6, size))
+    return MemoryTrace(points, max((e.nbytes() for e in events), default=0))
+
+
+def clear(device: str) -> None:
+    """Return what nobody holds, so that one peer's leftovers are not another's."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """The profiler's C++ side writes notes to the terminal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1)
+        os.dup2(null.fileno(), 2)
+    try:
+        yield
+    finally:
+        for descriptor, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, descriptor)
+            os.close(copy)
+
+
+@cache
+def copy_bandwidth(device: str) -> float:
+    """Bytes per second, read and written, of a large copy: the roof for anything bound by memory."""
+    count = (2**30 if device == "cuda" else 2**26) // 4
+    source = torch.rand(count, device=device)
+    target = torch.empty_like(source)
+    timing = time_step(lambda: target.copy_(source), device, repeats=20, warmup=3)
+    return 2 * 4 * count / (timing.median / 1e3)
+
+
+@cache
+def matmul_rate(device: str, dtype: torch.dtype) -> float:
+    """Flop per second of a square matmul (8192 on CUDA): the roof for anything bound by arithmetic."""
+    size = 8192 if device == "cuda" else 512
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    timing = time_step(lambda: a @ b, device, repeats=20, warmup=3)
+    return 2 * size**3 / (timing.median / 1e3)
