@@ -1,4 +1,4 @@
-"""What every test shares: one thread per worker, quiet defaults, the hypothesis profiles and the `gpu` marker."""
+"""What every test shares: threads, hypothesis profiles, the `gpu` marker and a fresh Dynamo."""
 
 import os
 
