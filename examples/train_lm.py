@@ -124,7 +124,9 @@ class Run:
         return 1e3 * statistics.median(self.seconds[2:] or self.seconds)  # the first two compile and warm up
 
     def difference(self, other: Run) -> float:
-        return max(abs(a - b) / abs(b) for a, b in zip(self.losses, other.losses, strict=True))
+        """The largest relative difference of a loss; NaN if any of them is."""
+        a, b = torch.tensor([self.losses, other.losses], dtype=torch.float64)
+        return ((a - b) / b).abs().max().item()
 
 
 def train(backend: str, setup: Setup, batches: list[torch.Tensor], tick: Callable[[], object]) -> Run:
