@@ -30,7 +30,7 @@ def backend(
     own, inductor_options = split_options(options)
     fused, report = pipeline.fuse(gm, own)
     reports.publish(report, own.report)
-    return compile_with_inductor(fused, example_inputs, mode, inductor_options, changed=fused is not gm)
+    return compile_with_inductor(fused, example_inputs, mode, inductor_options, fused=fused is not gm)
 
 
 backend.reset = reports.clear  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it

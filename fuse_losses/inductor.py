@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+_PASS = "joint_custom_post_pass"
+
+
+class KeptForBackward(CustomGraphPass):
+    """Changes no graph: its uuid keeps Inductor's cache apart from graphs whose saved tensors may be overwritten.
+
+    Inductor's cache key does not tell donated buffers from kept ones, and a backward compiled for donated buffers
+    writes into what a second backward reads.
+    """
+
+    def __init__(self, inner: CustomGraphPass | None = None) -> None:
+        self.inner = inner
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.inner is not None:
+            self.inner(graph)
+
+    def uuid(self) -> Any:
+        return ("fuse_losses", "kept_for_backward", 1, None if self.inner is None else self.inner.uuid())
 
 
 def compile_with_inductor(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any], changed: bool
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any],
+    fused: bool,
 ) -> Callable[..., Any]:
-    """What `torch.compile(backend="inductor", mode=mode, options=options)` makes of the graph."""
-    compiler = torch._TorchCompileInductorWrapper(mode, dict(options) or None, None)
-    return compiler(gm, list(example_inputs))
+    """What `torch.compile(backend="inductor", mode=mode, options=options)` makes of the graph.
+
+    A graph with a fused head keeps what it saved: its gradients are made in the forward, and users call backward
+    twice on them (retain_graph), which Inductor refuses while saved tensors are donated to the backward.
+    """
+    passed = dict(options)
+    keep = fused and (passed.get(_PASS) is None or isinstance(passed[_PASS], CustomGraphPass))
+    if keep:
+        passed[_PASS] = KeptForBackward(passed.get(_PASS))
+    compiler = torch._TorchCompileInductorWrapper(mode, passed or None, None)
+    with torch._functorch.config.patch(donated_buffer=False) if keep else contextlib.nullcontext():
+        compiled = compiler(gm, list(example_inputs))
+    if keep:
+        _forget_donations()
+    return compiled
+
+
+def _forget_donations() -> None:
+    # "not collected" (None) reads as "some" where backward checks for retain_graph
+    context = TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if metadata is not None and getattr(metadata, "bw_donated_idxs", None) is None:
+        metadata.bw_donated_idxs = []

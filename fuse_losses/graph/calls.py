@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,16 @@ LINEAR = {F.linear}
 MATMUL = {torch.matmul, torch.mm, operator.matmul, "matmul", "mm", "__matmul__"}
 ADDMM = {torch.addmm, "addmm"}
 EINSUM = {torch.einsum, torch.functional.einsum}
-OTHER_PRODUCTS = {torch.bmm, torch.baddbmm, torch.conv1d, F.conv1d, torch.inner, torch.tensordot, "bmm", "inner"}
+OTHER_PRODUCTS = {
+    torch.bmm,
+    torch.baddbmm,
+    torch.conv1d,
+    F.conv1d,
+    torch.inner,
+    torch.tensordot,
+    "bmm",
+    "inner",
+}
 
 # A loss is looked for behind every one of these.
 HARD_LOSSES = {F.cross_entropy, F.nll_loss}
@@ -37,6 +47,9 @@ BODY = {F.embedding, F.layer_norm, F.rms_norm, F.dropout, F.scaled_dot_product_a
 SET_GRAD = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+
+_FILE = 'File "'
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 INPLACE_OPERATORS = {
     operator.iadd,
@@ -93,15 +106,12 @@ def _inplace_name(target: Callable[..., Any] | str) -> bool:
 
 
 def user_line(node: fx.Node) -> str:
-    """`file.py:12: code` of the user's innermost frame that made this node; "" if Dynamo kept none."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.strip().splitlines()]
+    """`file.py:12: code` of the innermost frame outside of PyTorch that made this node; "" if Dynamo kept none."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
     frames = [i for i, line in enumerate(lines) if line.startswith('File "')]
-    if not frames:
+    users = [i for i in frames if not lines[i].startswith(f'File "{_TORCH}')] or frames
+    if not users:
         return ""
-    last = frames[-1]
-    parts = lines[last].split(", ")
-    path = parts[0][len('File "') : -1]
-    number = parts[1].removeprefix("line ")
-    code = lines[last + 1] if last + 1 < len(lines) else ""
-    return f"{path}:{number}: {code}"
+    path, number = lines[users[-1]].split(", ")[:2]
+    code = lines[users[-1] + 1] if users[-1] + 1 < len(lines) else ""
+    return f"{path.removeprefix(_FILE)[:-1]}:{number.removeprefix('line ')}: {code}"

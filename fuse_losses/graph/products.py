@@ -47,7 +47,11 @@ def as_product(node: fx.Node) -> Product | None:
         x, weight, bias = calls.arguments(node, "input", "weight", "bias")
         return _product(node, x, weight, bias, weight_is_vh=True)
     if calls.is_call(node, calls.MATMUL):
-        x, weight = calls.arguments(node, "input", "other") if "other" in node.kwargs else calls.arguments(node, "input", "mat2")
+        x, weight = (
+            calls.arguments(node, "input", "other")
+            if "other" in node.kwargs
+            else calls.arguments(node, "input", "mat2")
+        )
         return _product(node, x, weight, None, weight_is_vh=False)
     if calls.is_call(node, calls.ADDMM):
         bias, x, weight = calls.arguments(node, "input", "mat1", "mat2")

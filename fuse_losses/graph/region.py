@@ -59,7 +59,9 @@ def find_region(tail: Tail, alive: Collection[fx.Node]) -> Region:
             if user.op == "output":
                 returned.append(node)
             elif user in tail.opaque:
-                raise Declined("opaque", f"{user.target} reads the logits: {tail.opaque[user]}", calls.user_line(user))
+                raise Declined(
+                    "opaque", f"{user.target} reads the logits: {tail.opaque[user]}", calls.user_line(user)
+                )
             elif user in tail.results and user not in exits:
                 exits.append(user)
         written = written or any(w in members for w in calls.writes_to(node))
@@ -76,8 +78,12 @@ def check_plain(graph: fx.Graph, product: Product) -> None:
             raise Declined("sharded", f"{node.name} is a {type(value(node)).__name__}", where)
     for node in graph.nodes:
         target = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', node.target)}"
-        if node.op == "call_function" and ("functorch" in target or "_wrap_for_grad" in target or "vmap" in target):
-            raise Declined("functorch", f"the graph calls {getattr(node.target, '__name__', node.target)}", where)
+        if node.op == "call_function" and (
+            "functorch" in target or "_wrap_for_grad" in target or "vmap" in target
+        ):
+            raise Declined(
+                "functorch", f"the graph calls {getattr(node.target, '__name__', node.target)}", where
+            )
     if value(product.node).dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise Declined("unsupported_dtype", f"the logits are {value(product.node).dtype}", where)
 
@@ -106,7 +112,9 @@ def check_writes(graph: fx.Graph, region: Region, exit: fx.Node, reads: Collecti
             if target in members or not is_tensor(target):
                 continue
             if order[node] >= first.get(_storage(target), order[exit]):
-                raise Declined("mutated", f"{target.name} is written to before the loss reads it", calls.user_line(node))
+                raise Declined(
+                    "mutated", f"{target.name} is written to before the loss reads it", calls.user_line(node)
+                )
 
 
 def _storage(node: fx.Node) -> Any:

@@ -16,6 +16,7 @@ from fuse_losses.graph import calls
 from fuse_losses.graph.products import Product, is_tensor
 from fuse_losses.report.decline import Declined
 
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 MAX_TAIL = 400  # a loss is short; what is longer is the body of a model behind a false head
 
 
@@ -43,13 +44,17 @@ def retrace(gm: fx.GraphModule, product: Product) -> Tail:
     """Retrace what depends on `product` under the tracing context's fake mode; raises Declined."""
     nodes = _dependents(gm.graph, product.node)
     if len(nodes) > MAX_TAIL:
-        raise Declined("opaque", f"more than {MAX_TAIL} operations depend on this product", calls.user_line(product.node))
+        raise Declined(
+            "opaque", f"more than {MAX_TAIL} operations depend on this product", calls.user_line(product.node)
+        )
     factories = _factories(gm.graph, nodes)
     inside = {*nodes, *factories}
     inputs = [product.node]
     for node in gm.graph.nodes:
         if node in inside:
-            inputs.extend(a for a in node.all_input_nodes if a not in inside and a not in inputs and _has_value(a))
+            inputs.extend(
+                a for a in node.all_input_nodes if a not in inside and a not in inputs and _has_value(a)
+            )
     fake_mode = TracingContext.get().fake_mode
     values = [_refake(node.meta["example_value"], fake_mode) for node in inputs]
     opaque: dict[fx.Node, str] = {}
@@ -94,9 +99,7 @@ def _factories(graph: fx.Graph, nodes: list[fx.Node]) -> set[fx.Node]:
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or not is_tensor(node) or calls.writes_to(node):
             continue
-        if all(a in pure or not is_tensor(a) for a in node.all_input_nodes) and all(
-            _has_value(a) for a in node.all_input_nodes
-        ):
+        if all(a in pure or isinstance(a.meta.get("example_value"), _NUMBERS) for a in node.all_input_nodes):
             pure.add(node)
     needed: set[fx.Node] = set()
     stack = [a for n in nodes for a in n.all_input_nodes]
@@ -120,7 +123,9 @@ def _refake(value: Any, fake_mode: Any) -> Any:
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _execute(gm: fx.GraphModule, inside: set[fx.Node], env: dict[fx.Node, Any], opaque: dict[fx.Node, str]) -> None:
+def _execute(
+    gm: fx.GraphModule, inside: set[fx.Node], env: dict[fx.Node, Any], opaque: dict[fx.Node, str]
+) -> None:
     interpreter = fx.Interpreter(gm)
     with contextlib.ExitStack() as stack:
         for node in gm.graph.nodes:
@@ -139,7 +144,9 @@ def _execute(gm: fx.GraphModule, inside: set[fx.Node], env: dict[fx.Node, Any], 
                     kwargs = fx.node.map_arg(node.kwargs, lambda a: env[a])
                     run: Callable[..., Any] = getattr(interpreter, node.op)
                     env[node] = run(node.target, args, kwargs)
-                except Exception as error:  # any operation may be beyond a retrace; the region says whether it matters
+                except (
+                    Exception
+                ) as error:  # any operation may be beyond a retrace; the region says whether it matters
                     opaque[node] = f"{type(error).__name__}: {error}"
 
 
@@ -148,5 +155,7 @@ def _entered(node: fx.Node) -> Iterator[contextlib.ExitStack]:
     """Enter the autocast of an `_enter_autocast` node until its exit node (or the end of the graph) closes it."""
     with contextlib.ExitStack() as stack:
         device, dtype, enabled, cache = (*node.args, None, None, None, None)[:4]
-        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled is not False, cache_enabled=cache))
+        stack.enter_context(
+            torch.autocast(device, dtype=dtype, enabled=enabled is not False, cache_enabled=cache)
+        )
         yield stack

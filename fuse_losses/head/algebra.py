@@ -128,7 +128,9 @@ class Head:
         names = {LogProb: "log-prob", LogSumExp: "logsumexp", Selected: "selected logit"}
         parts: list[str] = []
         for f in self.functionals:
-            name = f"cross entropy ({'mean' if f.mean else 'sum'})" if isinstance(f, NllLoss) else names[type(f)]
+            name = (
+                f"cross entropy ({'mean' if f.mean else 'sum'})" if isinstance(f, NllLoss) else names[type(f)]
+            )
             if name not in parts:
                 parts.append(name)
         extras = [s for s in {str(f.logits.map) for f in self.functionals} if s]

@@ -110,7 +110,9 @@ def _interpret(state: Lift, node: fx.Node, alive: list[fx.Node]) -> Lifted | Non
 
 def _name(state: Lift, node: fx.Node) -> str:
     value = state.values[node]
-    return {"logits": "logits", "log_probs": "log-probabilities", "probs": "probabilities"}[cast(Wide, value).form]
+    return {"logits": "logits", "log_probs": "log-probabilities", "probs": "probabilities"}[
+        cast(Wide, value).form
+    ]
 
 
 def sizes(node: object) -> tuple[Any, ...]:
@@ -140,14 +142,22 @@ def _dim(dim: Any, node: fx.Node) -> int:
 # ------------------------------------------------------------------------------------------- values that stay wide
 
 
-@rule(aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten._to_copy.default)
+@rule(
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten._to_copy.default,
+)
 def _same(state: Lift, node: fx.Node) -> Lifted:
     wide = state.the_wide(node)
     before, after = cast(fx.Node, node.args[0]).meta["val"], node.meta["val"]
     if after.device != before.device:
         return Unlifted("logits_used", "the logits are copied to another device", node)
     if not after.dtype.is_floating_point or (after.dtype == torch.float64) != (before.dtype == torch.float64):
-        return Unlifted("unsupported_dtype", f"the logits are converted from {before.dtype} to {after.dtype}", node)
+        return Unlifted(
+            "unsupported_dtype", f"the logits are converted from {before.dtype} to {after.dtype}", node
+        )
     return wide
 
 
@@ -156,7 +166,12 @@ def _scale(state: Lift, node: fx.Node) -> Lifted:
     left, right = node.args[0], node.args[1]
     divides = node.target in (aten.div.Tensor, aten.div.Scalar)
     wide, number = (state.wide(left), right) if state.wide(left) else (state.wide(right), left)
-    if wide is None or isinstance(number, bool) or not isinstance(number, (int, float)) or (divides and left is number):
+    if (
+        wide is None
+        or isinstance(number, bool)
+        or not isinstance(number, (int, float))
+        or (divides and left is number)
+    ):
         return Unlifted("unsupported_transform", f"{node.target} with a factor that is not a constant", node)
     if number == 0 or wide.form == "probs":
         return Unlifted("unsupported_transform", f"{node.target} by {number} of {wide.form}", node)
@@ -190,13 +205,23 @@ def _bias(state: Lift, node: fx.Node) -> Lifted:
     plain = isinstance(other, fx.Node) and other not in state.values and "val" in other.meta
     if wide is None or not plain or wide.form != "logits" or node.kwargs:
         return Unlifted("unsupported_transform", "something other than a bias of one vector is added", node)
-    if wide.logits.bias is not None or wide.logits.map.squash != "identity" or wide.logits.map != type(wide.logits.map)():
-        return Unlifted("unsupported_transform", "a bias is added after a scale, a softcap or another bias", node)
+    if (
+        wide.logits.bias is not None
+        or wide.logits.map.squash != "identity"
+        or wide.logits.map != type(wide.logits.map)()
+    ):
+        return Unlifted(
+            "unsupported_transform", "a bias is added after a scale, a softcap or another bias", node
+        )
     shape, full = sizes(other), sizes(node)
     from_end = len(full) - wide.vocab_dim
     is_vector = len(shape) >= from_end and same(shape[-from_end], full[wide.vocab_dim])
     if not is_vector or not all(i == len(shape) - from_end or same(s, 1) for i, s in enumerate(shape)):
-        return Unlifted("unsupported_transform", "the tensor added to the logits is not one vector over the vocabulary", node)
+        return Unlifted(
+            "unsupported_transform",
+            "the tensor added to the logits is not one vector over the vocabulary",
+            node,
+        )
     if not same(full, sizes(left if state.wide(left) else right)):
         return Unlifted("unsupported_transform", "adding the bias broadcasts the logits", node)
     return replace(wide, logits=replace(wide.logits, bias=other))
@@ -207,7 +232,9 @@ def _normalise(state: Lift, node: fx.Node) -> Lifted:
     wide = state.the_wide(node)
     name = "log_softmax" if node.target is aten._log_softmax.default else "softmax"
     if _dim(node.args[1], node) != wide.vocab_dim:
-        return Unlifted("wrong_axis", f"{name} runs over dim {node.args[1]}, the vocabulary is dim {wide.vocab_dim}", node)
+        return Unlifted(
+            "wrong_axis", f"{name} runs over dim {node.args[1]}, the vocabulary is dim {wide.vocab_dim}", node
+        )
     if wide.form != "logits":
         return Unlifted("unsupported_transform", f"{name} of {wide.form}", node)
     return replace(wide, form="log_probs" if name == "log_softmax" else "probs")
@@ -299,7 +326,9 @@ def _select(state: Lift, node: fx.Node) -> Lifted:
     dim = _dim(node.args[1], cast(fx.Node, node.args[0]))
     if dim == wide.vocab_dim:
         return Unlifted("unsupported_loss", "one class is selected from the vocabulary", node)
-    return _stepped(wide, "select", (dim - (dim > wide.vocab_dim), node.args[2]), wide.vocab_dim - (dim < wide.vocab_dim))
+    return _stepped(
+        wide, "select", (dim - (dim > wide.vocab_dim), node.args[2]), wide.vocab_dim - (dim < wide.vocab_dim)
+    )
 
 
 @rule(aten.permute.default, aten.transpose.int, aten.t.default)
@@ -310,7 +339,9 @@ def _permute(state: Lift, node: fx.Node) -> Lifted:
     if node.target is aten.permute.default:
         order = [cast(int, d) % rank for d in cast("list[int]", node.args[1])]
     elif rank > 1:
-        a, b = (0, 1) if node.target is aten.t.default else (_dim(node.args[1], node), _dim(node.args[2], node))
+        a, b = (
+            (0, 1) if node.target is aten.t.default else (_dim(node.args[1], node), _dim(node.args[2], node))
+        )
         order[a], order[b] = order[b], order[a]
     p = wide.vocab_dim
     rows = tuple(d - (d > p) for d in order if d != p)
@@ -332,7 +363,9 @@ def _logsumexp(state: Lift, node: fx.Node) -> Lifted:
     wide = state.the_wide(node)
     dims = [_dim(d, cast(fx.Node, node.args[0])) for d in cast("list[int]", node.args[1])]
     if dims != [wide.vocab_dim]:
-        return Unlifted("wrong_axis", f"logsumexp runs over dims {dims}, the vocabulary is dim {wide.vocab_dim}", node)
+        return Unlifted(
+            "wrong_axis", f"logsumexp runs over dims {dims}, the vocabulary is dim {wide.vocab_dim}", node
+        )
     if wide.form != "logits":
         return Unlifted("unsupported_loss", f"logsumexp of {wide.form}", node)
     return LogSumExp(wide.logits)
@@ -380,7 +413,11 @@ def _is_arange_along(index: fx.Node | None, dim: int, rows: tuple[Any, ...]) -> 
         return False
     shape = sizes(index)
     at = dim - (len(rows) - len(shape))
-    if at < 0 or not same(shape[at], rows[dim]) or not all(i == at or same(s, 1) for i, s in enumerate(shape)):
+    if (
+        at < 0
+        or not same(shape[at], rows[dim])
+        or not all(i == at or same(s, 1) for i, s in enumerate(shape))
+    ):
         return False
     node = index
     while node.target in (aten.unsqueeze.default, aten.view.default, aten.alias.default, aten.slice.Tensor):
@@ -418,7 +455,9 @@ def _nll(state: Lift, node: fx.Node) -> Lifted:
     old = sizes(node.args[0])
     axis = 0 if len(old) == 1 else 1
     if wide.vocab_dim != axis:
-        return Unlifted("wrong_axis", f"nll_loss takes its classes from dim {axis}, not from the vocabulary", node)
+        return Unlifted(
+            "wrong_axis", f"nll_loss takes its classes from dim {axis}, not from the vocabulary", node
+        )
     if not same((*old[:axis], *old[axis + 1 :]), sizes(target)) and len(old) > 1:
         return Unlifted("rows_mix", "the targets do not have one entry per row", node)
     ignore = cast(int, ignore_index)
@@ -429,7 +468,13 @@ def _nll(state: Lift, node: fx.Node) -> Lifted:
 
 # ------------------------------------------------------------------------------------- laws between functionals
 
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default)
+_RESHAPES = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+)
 
 
 def _functional_behind(state: Lift, node: object) -> tuple[Functional | None, fx.Node | None]:

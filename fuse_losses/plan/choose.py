@@ -48,7 +48,9 @@ def choose(head: Head, context: Context, options: Options) -> Plan | Decline:
     if head.rows is not None:
         # eager keeps the logits and log-probs for backward and makes their gradient; the chunk is what is left of them
         whole = head.rows * head.vocab * itemsize
-        saved = max(0, whole * (1 if head.returned else 2) - min(chunk_rows, head.rows) * head.vocab * itemsize)
+        saved = max(
+            0, whole * (1 if head.returned else 2) - min(chunk_rows, head.rows) * head.vocab * itemsize
+        )
     return Plan(gradients, chunk_rows, options.accumulate, why, saved)
 
 

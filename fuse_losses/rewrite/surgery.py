@@ -50,7 +50,12 @@ class Writer:
     """Writes one exit's ATen slice into the Dynamo graph at the current insertion point."""
 
     def __init__(
-        self, graph: fx.Graph, region: Region, part: ExitSlice, plan: Plan, made: dict[Any, dict[str, fx.Node]]
+        self,
+        graph: fx.Graph,
+        region: Region,
+        part: ExitSlice,
+        plan: Plan,
+        made: dict[Any, dict[str, fx.Node]],
     ) -> None:
         self.graph, self.region, self.part, self.plan = graph, region, part, plan
         self.product = region.product
@@ -103,7 +108,11 @@ class Writer:
             result = fused["log_prob"]
         factor = getattr(functional, "factor", 1.0)
         if factor != 1.0:
-            result = self.call(aten.neg.default, result) if factor == -1.0 else self.call(aten.mul.Tensor, result, factor)
+            result = (
+                self.call(aten.neg.default, result)
+                if factor == -1.0
+                else self.call(aten.mul.Tensor, result, factor)
+            )
         if not isinstance(functional, NllLoss):
             result = self.call(aten.reshape.default, result, self._shape(node))
         statistics = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -148,7 +157,9 @@ class Writer:
         if target is None:  # only the logsumexp is wanted: every row is ignored
             rows = self.call(SYM_SIZE, x, 0)
             device = value(self.product.node).device
-            y = self.graph.call_function(torch.full, ((rows,), ignore_index), {"dtype": torch.int64, "device": device})
+            y = self.graph.call_function(
+                torch.full, ((rows,), ignore_index), {"dtype": torch.int64, "device": device}
+            )
         else:
             y = self.call(aten.reshape.default, self.ref(target), [-1])
             if wraps:
@@ -158,7 +169,9 @@ class Writer:
         tail = (*shape_of_map, self.plan.chunk_rows, self.plan.accumulate)
         given = self._given_logits(logits)
         if summed:
-            total = self.call(torch.ops.fuse_losses.linear_nll_sum.default, x, weight, bias, y, None, given, *tail)
+            total = self.call(
+                torch.ops.fuse_losses.linear_nll_sum.default, x, weight, bias, y, None, given, *tail
+            )
             return {"nll_sum": total, "target": y}
         both = self.call(torch.ops.fuse_losses.linear_log_prob.default, x, weight, bias, y, given, *tail)
         log_prob, lse = self.call(operator.getitem, both, 0), self.call(operator.getitem, both, 1)
@@ -180,7 +193,9 @@ class Writer:
         if logits.bias is not None:
             extra = self.call(aten.reshape.default, self.ref(logits.bias), [-1])
             bias = extra if bias is None else self.call(aten.add.Tensor, bias, extra)
-        x = self.as_dtype(x, self.dtype, value(product.x).dtype)  # what autocast does to the product's operands
+        x = self.as_dtype(
+            x, self.dtype, value(product.x).dtype
+        )  # what autocast does to the product's operands
         weight = self.as_dtype(weight, self.dtype, value(product.weight).dtype)
         if logits.detached:
             x, weight = self.call(aten.detach.default, x), self.call(aten.detach.default, weight)
@@ -193,7 +208,9 @@ class Writer:
             return self.call(aten.reshape.default, x, [*args, last])
         if kind == "permute":
             return self.call(aten.permute.default, x, [*args, len(args)])
-        target = {"slice": aten.slice.Tensor, "select": aten.select.int, "unsqueeze": aten.unsqueeze.default}[kind]
+        target = {"slice": aten.slice.Tensor, "select": aten.select.int, "unsqueeze": aten.unsqueeze.default}[
+            kind
+        ]
         return self.call(target, x, *args)
 
     def _given_logits(self, logits: Logits) -> fx.Node | None:
