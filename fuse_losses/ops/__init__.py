@@ -3,13 +3,15 @@
     linear_nll_sum   sum_i row_weight_i * -log_prob_i of projected rows, gradients made in the forward
     linear_log_prob  (log_prob, lse) of projected rows, logits recomputed in the backward
     log_prob         (log_prob, lse) of given logits
- With raw products `u` (`x W^T + bias`, or given), logits are `z = outer * squash(inner * u)`, `lse =
-logsumexp(z)` and `log_prob = z[target] - lse`. A row whose target is `ignore_index` has log_prob 0 and no
-gradient through it; its lse is real. `logits`, where given next to x and weight, is `u` already computed: it
-is read in the forward, and gradients still go to x, weight and bias. `chunk_rows` bounds the rows of logits
-alive at a time. `accumulate` is "float32", or "native" for a weight gradient added up in the weight's dtype.
- Each is a composite over autograd functions over inner operators (`indexed`, `given`), so that AOTAutograd
-sees which gradients are needed.
+
+With raw products `u` (`x W^T + bias`, or given), logits are `z = outer * squash(inner * u)`,
+`lse = logsumexp(z)` and `log_prob = z[target] - lse`. A row whose target is `ignore_index` has log_prob 0 and
+no gradient through it; its lse is real. `logits`, where given next to x and weight, is `u` already computed:
+it is read in the forward, and gradients still go to x, weight and bias. `chunk_rows` bounds the rows of
+logits alive at a time. `accumulate` is "float32", or "native": the weight gradient adds up in its own dtype.
+
+Each is a composite over an autograd function over inner operators (`indexed`), so that AOTAutograd sees which
+gradients are needed.
 """
 
 import torch

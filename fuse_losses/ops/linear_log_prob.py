@@ -39,7 +39,7 @@ class _LinearLogProb(torch.autograd.Function):
 def linear_log_prob(
     x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate
 ):
-    """(log_prob, lse) [N] in float32 (float64 for float64). See the package's page for the arguments."""
+    """(log_prob, lse) [N] in float32 (float64 for float64). Arguments as the package says."""
     check_how(squash, chunk_rows, accumulate)
     check_projection(x, weight, bias, logits)
     check_rows(x.shape[0], target)

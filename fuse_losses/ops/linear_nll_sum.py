@@ -1,6 +1,4 @@
-"""Weighted sum of negative log-likelihoods over projected rows; gradients are made in the forward (3 products
-in all).
-"""
+"""Weighted sum of negative log-likelihoods of projected rows; the forward makes its gradients."""
 
 import torch
 from torch import Tensor
@@ -11,7 +9,8 @@ from fuse_losses.ops.indexed import indexed_fwd, indexed_fwd_grad
 
 SCHEMA = (
     "linear_nll_sum(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? row_weight, "
-    "Tensor? logits, str squash, float inner, float outer, SymInt ignore_index, SymInt chunk_rows, str accumulate) -> Tensor"
+    "Tensor? logits, str squash, float inner, float outer, SymInt ignore_index, SymInt chunk_rows, "
+    "str accumulate) -> Tensor"
 )
 
 
@@ -50,8 +49,7 @@ class _LinearNllSum(torch.autograd.Function):
     def backward(ctx, grad):
         forbid_double_backward()
         target, log_prob, grad_x, grad_weight, grad_bias = ctx.saved_tensors
-        # a row without a target has no gradient even where the upstream one is inf or NaN, as the mean of no
-        # rows gives
+        # a row without a target has no gradient, even if the upstream one is inf or NaN (mean of no rows)
         valid = target != ctx.ignore_index
         per_row = torch.where(valid, grad, 0.0)  # [N]
         whole = torch.where(valid.any(), grad, 0.0).unsqueeze(0)  # [1]
@@ -68,9 +66,7 @@ class _LinearNllSum(torch.autograd.Function):
 def linear_nll_sum(
     x, weight, bias, target, row_weight, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate
 ):  # fmt: skip
-    """0-d `sum_i row_weight_i * -log_prob_i` in float32 (float64 for float64). See the package's page for the
-    arguments.
-    """
+    """0-d `sum_i row_weight_i * -log_prob_i` in float32 or float64; arguments as the package says."""
     check_how(squash, chunk_rows, accumulate)
     check_projection(x, weight, bias, logits)
     check_rows(x.shape[0], target, row_weight)
@@ -78,19 +74,9 @@ def linear_nll_sum(
         logits = logits.detach()
     if any(needs_gradient(tensor) for tensor in (x, weight, bias, row_weight)):
         return _LinearNllSum.apply(
-            x,
-            weight,
-            bias,
-            target,
-            row_weight,
-            logits,
-            squash,
-            inner,
-            outer,
-            ignore_index,
-            chunk_rows,
+            x, weight, bias, target, row_weight, logits, squash, inner, outer, ignore_index, chunk_rows,
             accumulate,
-        )
+        )  # fmt: skip
     log_prob, _, _ = indexed_fwd(
         x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows
     )
