@@ -200,9 +200,7 @@ def plot_memory(runs: dict[str, Run], setup: Setup, file: Path) -> None:
     panels[0].set_ylabel("MiB above the step's start")
     across = panels[-1].get_yaxis_transform()  # x as a fraction of the panel, y in MiB
     note = "one [tokens, vocab] tensor"
-    panels[-1].text(
-        1, setup.logits_mib, note, transform=across, ha="right", va="bottom", size=8, color="#c0392b"
-    )
+    panels[-1].text(1, setup.logits_mib, note, transform=across, ha="right", va="bottom", size=8, color="#c0392b")
     figure.savefig(file, dpi=150)
 
 
@@ -252,8 +250,7 @@ def main(argv: list[str] | None = None) -> int:
 
     console.print(results_table(runs, f"{args.steps} training steps"))
     if report := runs[OURS].report:
-        for head in report.heads:
-            console.print(f"{head.outcome}: {head.summary}\n  {head.where}", markup=False, highlight=False)
+        console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     plot_memory(runs, setup, args.out)
     console.print(f"Memory over one step: {args.out.resolve()}", highlight=False, soft_wrap=True)
     holds, sentence = verdict(runs, setup)
