@@ -64,7 +64,8 @@ def retrace(gm: fx.GraphModule, product: Product) -> Tail:
         opaque.clear()
         kept.clear()
         env = dict(zip(inputs, args, strict=True))
-        _execute(gm, inside, env, opaque)
+        with fake_mode:  # for what reads no tensor (arange)
+            _execute(gm, inside, env, opaque)
         kept.extend(n for n in nodes if isinstance(env.get(n), torch.Tensor))
         return [env[n] for n in kept]
 
