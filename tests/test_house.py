@@ -15,9 +15,7 @@ import fuse_losses
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fuse_losses"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-EVERYTHING = sorted(
-    p for folder in ("fuse_losses", "tests", "examples") for p in (ROOT / folder).rglob("*.py")
-)
+EVERYTHING = sorted(p for folder in ("fuse_losses", "tests", "examples") for p in (ROOT / folder).rglob("*.py"))
 
 # part -> the parts that it may import. `fuse_losses` is the package itself, that is, its public names.
 ARROWS: dict[str, set[str]] = {

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -105,7 +106,7 @@ def trace_memory(step: Callable[[], object], device: str) -> MemoryTrace:
         if device == "cuda":
             torch.cuda.synchronize()
     wanted = {"cpu": DeviceType.CPU, "cuda": DeviceType.CUDA}[device]
-    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    results: Any = profile.profiler.kineto_results  # type: ignore[union-attr]
     events = [e for e in results.events() if e.name() == "[memory]" and e.device_type() == wanted]
     events.sort(key=lambda e: e.start_ns())
     points, size = [(0.0, 0)], 0

@@ -97,8 +97,6 @@ PEERS: tuple[Peer, ...] = (
     ),
     Peer("F.linear_cross_entropy", head=_torch_head, feature=partial(hasattr, F, "linear_cross_entropy")),
     Peer("liger", head=_liger_head, module="liger_kernel", package="liger-kernel", cuda_only=True),
-    Peer(
-        "cce, exact", head=_cce_head, module="cut_cross_entropy", package="cut-cross-entropy", cuda_only=True
-    ),
+    Peer("cce, exact", head=_cce_head, module="cut_cross_entropy", package="cut-cross-entropy", cuda_only=True),
     Peer(OURS, backend=OURS, module=OURS, package=OURS),
 )

@@ -62,8 +62,7 @@ class Record:
     def from_json(text: str) -> Record:
         data = json.loads(text)
         rows = tuple(
-            Row(**{**row, "timing": Timing(**row["timing"]) if row["timing"] else None})
-            for row in data["rows"]
+            Row(**{**row, "timing": Timing(**row["timing"]) if row["timing"] else None}) for row in data["rows"]
         )
         return Record(**{**data, "origin": Origin(**data["origin"]), "rows": rows})
 
@@ -103,9 +102,7 @@ def _versions(device: str) -> dict[str, str | None]:
     versions["python"] = platform.python_version()
     if device == "cuda":
         versions["cuda"] = torch.version.cuda
-        versions["driver"] = _output(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"
-        )
+        versions["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
     return versions
 
 

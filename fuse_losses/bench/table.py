@@ -28,9 +28,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def sections(record: Record) -> list[tuple[str, list[Row]]]:
     """The rows of each case and phase, which are what may be compared with one another."""
-    return [
-        (title, list(rows)) for title, rows in groupby(record.rows, lambda row: f"{row.case}, {row.phase}")
-    ]
+    return [(title, list(rows)) for title, rows in groupby(record.rows, lambda row: f"{row.case}, {row.phase}")]
 
 
 def text_tables(record: Record) -> list[Table]:
@@ -57,7 +55,5 @@ def markdown(record: Record) -> str:
     copy, matmul = record.roofs["copy_bytes_per_second"], record.roofs["matmul_bf16_flops_per_second"]
     roofs = f"measured roofs: copy {copy / 1e12:.2f} TB/s, bf16 matmul {matmul / 1e12:.0f} TFLOP/s"
     dirty = ", with uncommitted changes" if origin.dirty else ""
-    lines.append(
-        f"{origin.device}; {versions}; {roofs}; commit `{origin.commit[:12]}`{dirty}; {origin.date}."
-    )
+    lines.append(f"{origin.device}; {versions}; {roofs}; commit `{origin.commit[:12]}`{dirty}; {origin.date}.")
     return "\n".join(lines)

@@ -70,9 +70,7 @@ def linear_ce(tokens: int | None = None, smoke: bool = False) -> Workload:
     """bf16 linear + cross entropy at the sizes of real models; the gradients count as memory."""
     sizes = [HeadSize(s.hidden, s.vocab, tokens or s.tokens) for s in (SMOKE_HEADS if smoke else HEADS)]
     parameters = {"heads": [vars(size) for size in sizes], "dtype": "bfloat16"}
-    return Workload(
-        "linear-ce", parameters, tuple(_head_case(s, phase) for s in sizes for phase in (FULL, FORWARD))
-    )
+    return Workload("linear-ce", parameters, tuple(_head_case(s, phase) for s in sizes for phase in (FULL, FORWARD)))
 
 
 def _head_case(size: HeadSize, phase: str) -> Case:
@@ -85,9 +83,7 @@ def _head_case(size: HeadSize, phase: str) -> Case:
         torch.manual_seed(0)
         options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         hidden = torch.randn(size.tokens, size.hidden, **options).requires_grad_(train)
-        weight = (torch.randn(size.vocab, size.hidden, **options) / math.sqrt(size.hidden)).requires_grad_(
-            train
-        )
+        weight = (torch.randn(size.vocab, size.hidden, **options) / math.sqrt(size.hidden)).requires_grad_(train)
         labels = torch.randint(size.vocab, (size.tokens,), device=device)
         gradient = upstream(device)
         head = peer.compile(peer.head)
@@ -104,9 +100,7 @@ def _head_case(size: HeadSize, phase: str) -> Case:
 
         return Step(run, clear)
 
-    return Case(
-        str(size), phase, build, flops=product * (3 if train else 1), bytes=inputs + gradients * train
-    )
+    return Case(str(size), phase, build, flops=product * (3 if train else 1), bytes=inputs + gradients * train)
 
 
 # ---- whole training steps
@@ -151,7 +145,8 @@ def _llama_step(peer: Peer, device: str, config: dict[str, Any], batch: int, len
 
     torch.manual_seed(0)
     with torch.device(device):
-        model: Any = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
+        model: Any = LlamaForCausalLM(LlamaConfig(**config))
+        model = model.to(torch.bfloat16)
         ids = torch.randint(config["vocab_size"], (batch, length))
     gradient = upstream(device)
 
