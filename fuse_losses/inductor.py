@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ _PASS = "joint_custom_post_pass"
 
 
 class KeptForBackward(CustomGraphPass):
-    """Changes no graph: its uuid keeps Inductor's cache apart from graphs whose saved tensors may be overwritten.
+    """Changes no graph: its uuid keeps Inductor's caches apart from graphs whose saved tensors may be overwritten.
 
     Inductor's cache key does not tell donated buffers from kept ones, and a backward compiled for donated buffers
     writes into what a second backward reads.
@@ -33,32 +32,32 @@ class KeptForBackward(CustomGraphPass):
 
 
 def compile_with_inductor(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    mode: str | None,
-    options: Mapping[str, Any],
-    fused: bool,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any], fused: bool
 ) -> Callable[..., Any]:
     """What `torch.compile(backend="inductor", mode=mode, options=options)` makes of the graph.
 
     A graph with a fused head keeps what it saved: its gradients are made in the forward, and users call backward
     twice on them (retain_graph), which Inductor refuses while saved tensors are donated to the backward.
     """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
     passed = dict(options)
-    keep = fused and (passed.get(_PASS) is None or isinstance(passed[_PASS], CustomGraphPass))
+    theirs = passed.get(_PASS)
+    keep = fused and (theirs is None or isinstance(theirs, CustomGraphPass))
     if keep:
-        passed[_PASS] = KeptForBackward(passed.get(_PASS))
-    compiler = torch._TorchCompileInductorWrapper(mode, passed or None, None)
-    with torch._functorch.config.patch(donated_buffer=False) if keep else contextlib.nullcontext():
-        compiled = compiler(gm, list(example_inputs))
-    if keep:
-        _forget_donations()
-    return compiled
+        passed[_PASS] = KeptForBackward(theirs)
+    inductor = torch._TorchCompileInductorWrapper(mode, passed or None, None)
+    if not keep:
+        return inductor(gm, list(example_inputs))
+
+    def inner_compile(*args: Any, **kwargs: Any) -> Any:
+        _donate_nothing()
+        return compile_fx_inner(*args, **kwargs)
+
+    return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=inductor.config)
 
 
-def _forget_donations() -> None:
-    # "not collected" (None) reads as "some" where backward checks for retain_graph
-    context = TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    if metadata is not None and getattr(metadata, "bw_donated_idxs", None) is None:
+def _donate_nothing() -> None:
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    if metadata is not None and getattr(metadata, "bw_donated_idxs", None):
         metadata.bw_donated_idxs = []

@@ -44,8 +44,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> tuple[fx.GraphModule, Report]:
     except Exception as error:
         log.exception("rewriting failed; the graph goes to Inductor as it came")
         heads = [
-            _declined(Decline("failed", f"{type(error).__name__}: {error}"), h.summary, h.where)
-            for h in report.fused
+            _declined(Decline("failed", f"{type(error).__name__}: {error}"), h.summary, h.where) for h in report.fused
         ]
         report = Report(heads or [_declined(Decline("failed", f"{type(error).__name__}: {error}"))], graphs=1)
         fused = None
@@ -56,9 +55,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> tuple[fx.GraphModule, Report]:
     return fused or gm, report
 
 
-def _fuse_module(
-    gm: fx.GraphModule, options: Options, report: Report, checkpointed: bool
-) -> fx.GraphModule | None:
+def _fuse_module(gm: fx.GraphModule, options: Options, report: Report, checkpointed: bool) -> fx.GraphModule | None:
     """A rewritten copy of the module, or None if nothing in it was fused."""
     bodies = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is CHECKPOINT]
     if not bodies and not find_anchors(gm.graph):
@@ -91,9 +88,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def _fuse_head(
-    gm: fx.GraphModule, anchor: Anchor, options: Options, report: Report, checkpointed: bool
-) -> bool:
+def _fuse_head(gm: fx.GraphModule, anchor: Anchor, options: Options, report: Report, checkpointed: bool) -> bool:
     product = anchor.product
     where = calls.user_line(anchor.loss)
     vocab = _hint(product.vocab)
@@ -121,9 +116,7 @@ def _fuse_head(
 def _lift(gm: fx.GraphModule, product: Product) -> Lifting:
     check_plain(gm.graph, product)
     tail = retrace(gm, product)
-    cuts = [
-        tail.logits if n is product.node else tail.results[n] for n in gradient_cuts(tail) if _known(tail, n)
-    ]
+    cuts = [tail.logits if n is product.node else tail.results[n] for n in gradient_cuts(tail) if _known(tail, n)]
     values = lift(tail.graph, tail.logits, product.vocab_dim, cuts)
     alive = {n for n, a in tail.results.items() if isinstance(values.get(a), (Wide, Unlifted))}
     region = find_region(tail, alive)
@@ -131,9 +124,7 @@ def _lift(gm: fx.GraphModule, product: Product) -> Lifting:
     slices = tuple(slice_exit(tail, region, values, exit) for exit in region.exits)
     slices = tuple(s for s in slices if s.exit.users)
     if not any(s.functionals for s in slices):
-        raise Declined(
-            "unsupported_loss", "no loss is computed from these logits", calls.user_line(product.node)
-        )
+        raise Declined("unsupported_loss", "no loss is computed from these logits", calls.user_line(product.node))
     operands = [n for n in (product.x, product.weight, product.bias) if n is not None]
     for part in slices:
         check_writes(gm.graph, region, part.exit, [*operands, *part.reads])

@@ -59,9 +59,7 @@ def find_region(tail: Tail, alive: Collection[fx.Node]) -> Region:
             if user.op == "output":
                 returned.append(node)
             elif user in tail.opaque:
-                raise Declined(
-                    "opaque", f"{user.target} reads the logits: {tail.opaque[user]}", calls.user_line(user)
-                )
+                raise Declined("opaque", f"{user.target} reads the logits: {tail.opaque[user]}", calls.user_line(user))
             elif user in tail.results and user not in exits:
                 exits.append(user)
         written = written or any(w in members for w in calls.writes_to(node))
@@ -78,12 +76,8 @@ def check_plain(graph: fx.Graph, product: Product) -> None:
             raise Declined("sharded", f"{node.name} is a {type(value(node)).__name__}", where)
     for node in graph.nodes:
         target = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', node.target)}"
-        if node.op == "call_function" and (
-            "functorch" in target or "_wrap_for_grad" in target or "vmap" in target
-        ):
-            raise Declined(
-                "functorch", f"the graph calls {getattr(node.target, '__name__', node.target)}", where
-            )
+        if node.op == "call_function" and ("functorch" in target or "_wrap_for_grad" in target or "vmap" in target):
+            raise Declined("functorch", f"the graph calls {getattr(node.target, '__name__', node.target)}", where)
     if value(product.node).dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise Declined("unsupported_dtype", f"the logits are {value(product.node).dtype}", where)
 

@@ -52,9 +52,7 @@ def retrace(gm: fx.GraphModule, product: Product) -> Tail:
     inputs = [product.node]
     for node in gm.graph.nodes:
         if node in inside:
-            inputs.extend(
-                a for a in node.all_input_nodes if a not in inside and a not in inputs and _has_value(a)
-            )
+            inputs.extend(a for a in node.all_input_nodes if a not in inside and a not in inputs and _has_value(a))
     fake_mode = TracingContext.get().fake_mode
     values = [_refake(node.meta["example_value"], fake_mode) for node in inputs]
     opaque: dict[fx.Node, str] = {}
@@ -124,9 +122,7 @@ def _refake(value: Any, fake_mode: Any) -> Any:
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _execute(
-    gm: fx.GraphModule, inside: set[fx.Node], env: dict[fx.Node, Any], opaque: dict[fx.Node, str]
-) -> None:
+def _execute(gm: fx.GraphModule, inside: set[fx.Node], env: dict[fx.Node, Any], opaque: dict[fx.Node, str]) -> None:
     interpreter = fx.Interpreter(gm)
     with contextlib.ExitStack() as stack:
         for node in gm.graph.nodes:
@@ -145,9 +141,7 @@ def _execute(
                     kwargs = fx.node.map_arg(node.kwargs, lambda a: env[a])
                     run: Callable[..., Any] = getattr(interpreter, node.op)
                     env[node] = run(node.target, args, kwargs)
-                except (
-                    Exception
-                ) as error:  # any operation may be beyond a retrace; the region says whether it matters
+                except Exception as error:  # any operation may be beyond a retrace; the region says whether it matters
                     opaque[node] = f"{type(error).__name__}: {error}"
 
 
@@ -156,7 +150,5 @@ def _entered(node: fx.Node) -> Iterator[contextlib.ExitStack]:
     """Enter the autocast of an `_enter_autocast` node until its exit node (or the end of the graph) closes it."""
     with contextlib.ExitStack() as stack:
         device, dtype, enabled, cache = (*node.args, None, None, None, None)[:4]
-        stack.enter_context(
-            torch.autocast(device, dtype=dtype, enabled=enabled is not False, cache_enabled=cache)
-        )
+        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled is not False, cache_enabled=cache))
         yield stack

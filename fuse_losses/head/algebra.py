@@ -6,7 +6,7 @@ tensors are kept as `Ref`, opaque here: nodes of a graph in the pipeline, tensor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Ref = Any
@@ -48,10 +48,12 @@ class RowStep:
     """A view that rearranges or selects rows: `slice`, `select`, `permute` or `reshape`, on the dims of the rows alone.
 
     `reshape` carries the new sizes of the row dims; the hidden (or vocabulary) dim is always last and untouched.
+    `shape` are the sizes of the row dims behind the step.
     """
 
     kind: str
     args: tuple[Any, ...]
+    shape: tuple[Size, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,7 @@ class Head:
         names = {LogProb: "log-prob", LogSumExp: "logsumexp", Selected: "selected logit"}
         parts: list[str] = []
         for f in self.functionals:
-            name = (
-                f"cross entropy ({'mean' if f.mean else 'sum'})" if isinstance(f, NllLoss) else names[type(f)]
-            )
+            name = f"cross entropy ({'mean' if f.mean else 'sum'})" if isinstance(f, NllLoss) else names[type(f)]
             if name not in parts:
                 parts.append(name)
         extras = [s for s in {str(f.logits.map) for f in self.functionals} if s]

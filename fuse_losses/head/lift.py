@@ -110,9 +110,7 @@ def _interpret(state: Lift, node: fx.Node, alive: list[fx.Node]) -> Lifted | Non
 
 def _name(state: Lift, node: fx.Node) -> str:
     value = state.values[node]
-    return {"logits": "logits", "log_probs": "log-probabilities", "probs": "probabilities"}[
-        cast(Wide, value).form
-    ]
+    return {"logits": "logits", "log_probs": "log-probabilities", "probs": "probabilities"}[cast(Wide, value).form]
 
 
 def sizes(node: object) -> tuple[Any, ...]:
@@ -155,9 +153,7 @@ def _same(state: Lift, node: fx.Node) -> Lifted:
     if after.device != before.device:
         return Unlifted("logits_used", "the logits are copied to another device", node)
     if not after.dtype.is_floating_point or (after.dtype == torch.float64) != (before.dtype == torch.float64):
-        return Unlifted(
-            "unsupported_dtype", f"the logits are converted from {before.dtype} to {after.dtype}", node
-        )
+        return Unlifted("unsupported_dtype", f"the logits are converted from {before.dtype} to {after.dtype}", node)
     return wide
 
 
@@ -166,12 +162,7 @@ def _scale(state: Lift, node: fx.Node) -> Lifted:
     left, right = node.args[0], node.args[1]
     divides = node.target in (aten.div.Tensor, aten.div.Scalar)
     wide, number = (state.wide(left), right) if state.wide(left) else (state.wide(right), left)
-    if (
-        wide is None
-        or isinstance(number, bool)
-        or not isinstance(number, (int, float))
-        or (divides and left is number)
-    ):
+    if wide is None or isinstance(number, bool) or not isinstance(number, (int, float)) or (divides and left is number):
         return Unlifted("unsupported_transform", f"{node.target} with a factor that is not a constant", node)
     if number == 0 or wide.form == "probs":
         return Unlifted("unsupported_transform", f"{node.target} by {number} of {wide.form}", node)
@@ -210,9 +201,7 @@ def _bias(state: Lift, node: fx.Node) -> Lifted:
         or wide.logits.map.squash != "identity"
         or wide.logits.map != type(wide.logits.map)()
     ):
-        return Unlifted(
-            "unsupported_transform", "a bias is added after a scale, a softcap or another bias", node
-        )
+        return Unlifted("unsupported_transform", "a bias is added after a scale, a softcap or another bias", node)
     shape, full = sizes(other), sizes(node)
     from_end = len(full) - wide.vocab_dim
     is_vector = len(shape) >= from_end and same(shape[-from_end], full[wide.vocab_dim])
@@ -282,7 +271,7 @@ def _view(state: Lift, node: fx.Node) -> Lifted:
         if same(new[q], old[p]) and same(_product(new[:q]), before) and same(_product(new[q + 1 :]), after):
             shape = cast("list[Any]", node.args[1])
             rows = tuple(s for i, s in enumerate(shape) if i != q)
-            return _stepped(wide, "reshape", rows, q)
+            return _stepped(wide, "reshape", rows, q, new)
     return Unlifted("rows_mix", "the logits are reshaped across the vocabulary", node)
 
 
@@ -291,7 +280,7 @@ def _unsqueeze(state: Lift, node: fx.Node) -> Lifted:
     wide = state.the_wide(node)
     dim = _dim(node.args[1], node)
     p = wide.vocab_dim + (dim <= wide.vocab_dim)
-    return _stepped(wide, "unsqueeze", (dim - (dim > p),), p)
+    return _stepped(wide, "unsqueeze", (dim - (dim > p),), p, sizes(node))
 
 
 @rule(aten.squeeze.dim, aten.squeeze.dims)
@@ -304,7 +293,9 @@ def _squeeze(state: Lift, node: fx.Node) -> Lifted:
     if wide.vocab_dim in gone or len(old) - len(gone) != len(sizes(node)):
         return Unlifted("rows_mix", "the vocabulary is squeezed away", node)
     for d in reversed(gone):
-        wide = _stepped(wide, "select", (d - (d > wide.vocab_dim), 0), wide.vocab_dim - (d < wide.vocab_dim))
+        p = wide.vocab_dim
+        old = (*old[:d], *old[d + 1 :])
+        wide = _stepped(wide, "select", (d - (d > p), 0), p - (d < p), old)
     return wide
 
 
@@ -312,12 +303,12 @@ def _squeeze(state: Lift, node: fx.Node) -> Lifted:
 def _slice(state: Lift, node: fx.Node) -> Lifted:
     wide = state.the_wide(node)
     dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
-    dim = _dim(dim, node)
+    dim, p = _dim(dim, node), wide.vocab_dim
     if same(sizes(node), sizes(node.args[0])) and step == 1:
         return wide
-    if dim == wide.vocab_dim:
+    if dim == p:
         return Unlifted("unsupported_transform", "a part of the vocabulary is cut out", node)
-    return _stepped(wide, "slice", (dim - (dim > wide.vocab_dim), start, end, step), wide.vocab_dim)
+    return _stepped(wide, "slice", (dim - (dim > p), start, end, step), p, sizes(node))
 
 
 @rule(aten.select.int)
@@ -326,9 +317,8 @@ def _select(state: Lift, node: fx.Node) -> Lifted:
     dim = _dim(node.args[1], cast(fx.Node, node.args[0]))
     if dim == wide.vocab_dim:
         return Unlifted("unsupported_loss", "one class is selected from the vocabulary", node)
-    return _stepped(
-        wide, "select", (dim - (dim > wide.vocab_dim), node.args[2]), wide.vocab_dim - (dim < wide.vocab_dim)
-    )
+    p = wide.vocab_dim
+    return _stepped(wide, "select", (dim - (dim > p), node.args[2]), p - (dim < p), sizes(node))
 
 
 @rule(aten.permute.default, aten.transpose.int, aten.t.default)
@@ -339,19 +329,18 @@ def _permute(state: Lift, node: fx.Node) -> Lifted:
     if node.target is aten.permute.default:
         order = [cast(int, d) % rank for d in cast("list[int]", node.args[1])]
     elif rank > 1:
-        a, b = (
-            (0, 1) if node.target is aten.t.default else (_dim(node.args[1], node), _dim(node.args[2], node))
-        )
+        a, b = (0, 1) if node.target is aten.t.default else (_dim(node.args[1], node), _dim(node.args[2], node))
         order[a], order[b] = order[b], order[a]
     p = wide.vocab_dim
     rows = tuple(d - (d > p) for d in order if d != p)
     if rows == tuple(sorted(rows)):
         return replace(wide, vocab_dim=order.index(p))
-    return _stepped(wide, "permute", rows, order.index(p))
+    return _stepped(wide, "permute", rows, order.index(p), sizes(node))
 
 
-def _stepped(wide: Wide, kind: str, args: tuple[Any, ...], vocab_dim: int) -> Wide:
-    logits = replace(wide.logits, rows=(*wide.logits.rows, RowStep(kind, args)))
+def _stepped(wide: Wide, kind: str, args: tuple[Any, ...], vocab_dim: int, shape: tuple[Any, ...]) -> Wide:
+    rows = (*shape[:vocab_dim], *shape[vocab_dim + 1 :])
+    logits = replace(wide.logits, rows=(*wide.logits.rows, RowStep(kind, args, rows)))
     return replace(wide, logits=logits, vocab_dim=vocab_dim)
 
 
@@ -363,9 +352,7 @@ def _logsumexp(state: Lift, node: fx.Node) -> Lifted:
     wide = state.the_wide(node)
     dims = [_dim(d, cast(fx.Node, node.args[0])) for d in cast("list[int]", node.args[1])]
     if dims != [wide.vocab_dim]:
-        return Unlifted(
-            "wrong_axis", f"logsumexp runs over dims {dims}, the vocabulary is dim {wide.vocab_dim}", node
-        )
+        return Unlifted("wrong_axis", f"logsumexp runs over dims {dims}, the vocabulary is dim {wide.vocab_dim}", node)
     if wide.form != "logits":
         return Unlifted("unsupported_loss", f"logsumexp of {wide.form}", node)
     return LogSumExp(wide.logits)
@@ -413,11 +400,7 @@ def _is_arange_along(index: fx.Node | None, dim: int, rows: tuple[Any, ...]) -> 
         return False
     shape = sizes(index)
     at = dim - (len(rows) - len(shape))
-    if (
-        at < 0
-        or not same(shape[at], rows[dim])
-        or not all(i == at or same(s, 1) for i, s in enumerate(shape))
-    ):
+    if at < 0 or not same(shape[at], rows[dim]) or not all(i == at or same(s, 1) for i, s in enumerate(shape)):
         return False
     node = index
     while node.target in (aten.unsqueeze.default, aten.view.default, aten.alias.default, aten.slice.Tensor):
@@ -455,9 +438,7 @@ def _nll(state: Lift, node: fx.Node) -> Lifted:
     old = sizes(node.args[0])
     axis = 0 if len(old) == 1 else 1
     if wide.vocab_dim != axis:
-        return Unlifted(
-            "wrong_axis", f"nll_loss takes its classes from dim {axis}, not from the vocabulary", node
-        )
+        return Unlifted("wrong_axis", f"nll_loss takes its classes from dim {axis}, not from the vocabulary", node)
     if not same((*old[:axis], *old[axis + 1 :]), sizes(target)) and len(old) > 1:
         return Unlifted("rows_mix", "the targets do not have one entry per row", node)
     ignore = cast(int, ignore_index)

@@ -42,15 +42,15 @@ def choose(head: Head, context: Context, options: Options) -> Plan | Decline:
     if head.vocab < options.min_vocab:
         return Decline("small_vocab", f"{head.vocab} classes, fewer than min_vocab={options.min_vocab}")
     itemsize = ITEMSIZE[head.dtype]
-    chunk_rows = options.chunk_rows or default_chunk_rows(head.vocab, itemsize, context.device)
+    # where there is no kernel, a chunk is worked on in float32
+    worked_in = itemsize if context.device == "cuda" else max(itemsize, ITEMSIZE["float32"])
+    chunk_rows = options.chunk_rows or default_chunk_rows(head.vocab, worked_in, context.device)
     gradients, why = _gradients(head, context)
     saved = None
     if head.rows is not None:
         # eager keeps the logits and log-probs for backward and makes their gradient; the chunk is what is left of them
         whole = head.rows * head.vocab * itemsize
-        saved = max(
-            0, whole * (1 if head.returned else 2) - min(chunk_rows, head.rows) * head.vocab * itemsize
-        )
+        saved = max(0, whole * (1 if head.returned else 2) - min(chunk_rows, head.rows) * head.vocab * itemsize)
     return Plan(gradients, chunk_rows, options.accumulate, why, saved)
 
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fuse_losses.graph import calls
 from fuse_losses.graph.products import value
 from fuse_losses.graph.region import Region
 from fuse_losses.head.algebra import Functional, Logits, LogSumExp, NllLoss, Selected
@@ -62,6 +61,7 @@ class Writer:
         self.dtype = value(self.product.node).dtype
         self.made = made  # operators already written, shared by exits with the same gradient state
         self.env: dict[fx.Node, fx.Node] = dict(part.leaves)
+        self.measured: list[tuple[fx.Node, tuple[Any, ...]]] = []  # nodes written here whose sizes are known
 
     def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
         return self.graph.call_function(target, args)
@@ -85,8 +85,10 @@ class Writer:
         """A size as a constant, or read from a tensor that stays in the graph (never from the logits)."""
         if isinstance(wanted, int):
             return wanted
-        for node in (self.product.x, self.product.weight, *self.part.reads):
-            for dim, size in enumerate(getattr(node.meta.get("example_value"), "shape", ())):
+        kept = (self.product.x, self.product.weight, *self.part.reads)
+        known = [(node, getattr(node.meta.get("example_value"), "shape", ())) for node in kept]
+        for node, shape in (*known, *self.measured):
+            for dim, size in enumerate(shape):
                 if same(size, wanted):
                     return self.call(SYM_SIZE, node, dim)
         raise LookupError(f"no tensor of the graph has the size {wanted}")
@@ -109,9 +111,7 @@ class Writer:
         factor = getattr(functional, "factor", 1.0)
         if factor != 1.0:
             result = (
-                self.call(aten.neg.default, result)
-                if factor == -1.0
-                else self.call(aten.mul.Tensor, result, factor)
+                self.call(aten.neg.default, result) if factor == -1.0 else self.call(aten.mul.Tensor, result, factor)
             )
         if not isinstance(functional, NllLoss):
             result = self.call(aten.reshape.default, result, self._shape(node))
@@ -157,9 +157,7 @@ class Writer:
         if target is None:  # only the logsumexp is wanted: every row is ignored
             rows = self.call(SYM_SIZE, x, 0)
             device = value(self.product.node).device
-            y = self.graph.call_function(
-                torch.full, ((rows,), ignore_index), {"dtype": torch.int64, "device": device}
-            )
+            y = self.graph.call_function(torch.full, ((rows,), ignore_index), {"dtype": torch.int64, "device": device})
         else:
             y = self.call(aten.reshape.default, self.ref(target), [-1])
             if wraps:
@@ -169,9 +167,7 @@ class Writer:
         tail = (*shape_of_map, self.plan.chunk_rows, self.plan.accumulate)
         given = self._given_logits(logits)
         if summed:
-            total = self.call(
-                torch.ops.fuse_losses.linear_nll_sum.default, x, weight, bias, y, None, given, *tail
-            )
+            total = self.call(torch.ops.fuse_losses.linear_nll_sum.default, x, weight, bias, y, None, given, *tail)
             return {"nll_sum": total, "target": y}
         both = self.call(torch.ops.fuse_losses.linear_log_prob.default, x, weight, bias, y, given, *tail)
         log_prob, lse = self.call(operator.getitem, both, 0), self.call(operator.getitem, both, 1)
@@ -187,15 +183,15 @@ class Writer:
         hidden = self.size(value(product.x).shape[product.hidden_dim])
         for step in logits.rows:
             x = self._row_step(x, step.kind, step.args, hidden)
+            self.measured.append((x, step.shape))
         x = self.call(aten.reshape.default, x, [-1, hidden])
         weight = product.weight if product.weight_is_vh else self.call(aten.t.default, product.weight)
-        bias = product.bias
+        bias = product.bias and self.as_dtype(product.bias, self.dtype, value(product.bias).dtype)
         if logits.bias is not None:
             extra = self.call(aten.reshape.default, self.ref(logits.bias), [-1])
+            extra = self.as_dtype(extra, self.dtype, logits.bias.meta["val"].dtype)
             bias = extra if bias is None else self.call(aten.add.Tensor, bias, extra)
-        x = self.as_dtype(
-            x, self.dtype, value(product.x).dtype
-        )  # what autocast does to the product's operands
+        x = self.as_dtype(x, self.dtype, value(product.x).dtype)  # what autocast does to the product's operands
         weight = self.as_dtype(weight, self.dtype, value(product.weight).dtype)
         if logits.detached:
             x, weight = self.call(aten.detach.default, x), self.call(aten.detach.default, weight)
@@ -208,9 +204,7 @@ class Writer:
             return self.call(aten.reshape.default, x, [*args, last])
         if kind == "permute":
             return self.call(aten.permute.default, x, [*args, len(args)])
-        target = {"slice": aten.slice.Tensor, "select": aten.select.int, "unsqueeze": aten.unsqueeze.default}[
-            kind
-        ]
+        target = {"slice": aten.slice.Tensor, "select": aten.select.int, "unsqueeze": aten.unsqueeze.default}[kind]
         return self.call(target, x, *args)
 
     def _given_logits(self, logits: Logits) -> fx.Node | None:
