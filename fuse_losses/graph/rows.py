@@ -1,0 +1,497 @@
+"""Which dims of every value behind the logits run over rows, which over the vocabulary, and where rows mix.
+
+A label per dim: "r" a row, "v" the vocabulary (or an order of it), "i" anything else (a size of one, the K of a top-k).
+Dims are followed through every operator by what it does to them, never recognised by their size.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Rowed:
+    """Rows are kept apart; `labels` has one letter per dim."""
+
+    labels: str
+
+    @property
+    def wide(self) -> bool:
+        return "v" in self.labels
+
+
+@dataclass(frozen=True)
+class Loose:
+    """Made from rows, the vocabulary gone, rows perhaps combined: computed behind the region, not inside."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The vocabulary is (or may be) alive and the rows cannot be kept apart: a decline code, why, and where."""
+
+    code: str
+    reason: str
+    node: fx.Node
+
+
+Value = Rowed | Loose | Lost
+Rule = Callable[["RowAnalysis", fx.Node], Value]
+RULES: dict[Any, Rule] = {}
+
+UNARY = (
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+)
+BROADCAST = (aten.masked_fill.Tensor, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar, aten.fill.Scalar)
+# dims argument first, keepdim second; every other argument stays as it is
+REDUCE = (
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.amax.default,
+    aten.amin.default,
+    aten.logsumexp.default,
+    aten.prod.dim_int,
+    aten.any.dim,
+    aten.all.dim,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.max.dim,
+    aten.min.dim,
+)
+SUMS = (aten.sum.default, aten.mean.default, aten.sum.dim_IntList, aten.mean.dim)
+# computed along one dim, which stays
+ALONG = (
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten.cumsum.default,
+    aten.cumprod.default,
+    aten.logcumsumexp.default,
+    aten.sort.default,
+)
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def rule(*targets: Any) -> Callable[[Rule], Rule]:
+    """Register how the operators label their result."""
+
+    def register(function: Rule) -> Rule:
+        for target in targets:
+            RULES[target] = function
+        return function
+
+    return register
+
+
+def sizes(node: object) -> tuple[Any, ...]:
+    """Shape of the node's value (of its first output, if it has several)."""
+    value = cast(fx.Node, node).meta["val"]
+    return tuple((value[0] if isinstance(value, (tuple, list)) else value).shape)
+
+
+def same(a: Any, b: Any) -> bool:
+    """True if two sizes (or tuples of sizes) are known to be equal, without adding a guard."""
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return statically_known_true(a == b)
+
+
+def hint(size: Any) -> int | None:
+    """The size, or the size that a symbol had when it was captured; reading it adds no guard."""
+    if isinstance(size, int):
+        return size
+    found = getattr(size.node, "hint", None)
+    return found if isinstance(found, int) else None
+
+
+@dataclass
+class RowAnalysis:
+    """values: what is known of each node that depends on the logits; other nodes are plain."""
+
+    values: dict[fx.Node, Value]
+
+    def rowed(self, node: object) -> Rowed | None:
+        found = self.values.get(node) if isinstance(node, fx.Node) else None
+        return found if isinstance(found, Rowed) else None
+
+    def depends(self, node: object) -> bool:
+        return isinstance(node, fx.Node) and node in self.values
+
+
+def analyse(graph: fx.Graph, sources: Mapping[fx.Node, int]) -> RowAnalysis:
+    """Label the values of `graph`; `sources` are the logits with the position of their vocabulary."""
+    state = RowAnalysis({})
+    for node, vocab_dim in sources.items():
+        rank = len(sizes(node))
+        state.values[node] = Rowed("".join("v" if i == vocab_dim else "r" for i in range(rank)))
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is aten.sym_size.int:
+            continue
+        inputs = [a for a in node.all_input_nodes if a in state.values]
+        if inputs:
+            state.values[node] = _value(state, node, inputs)
+    return state
+
+
+def _value(state: RowAnalysis, node: fx.Node, inputs: list[fx.Node]) -> Value:
+    values = [state.values[a] for a in inputs]
+    lost = next((v for v in values if isinstance(v, Lost)), None)
+    if lost is not None:
+        return lost
+    wide = any(isinstance(v, Rowed) and v.wide for v in values)
+    if any(isinstance(v, Loose) for v in values):
+        return lose(node, "rows_mix", f"{_name(node)} combines the vocabulary with a value of several rows") if wide else Loose()
+    found = RULES.get(node.target)
+    if found is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        found = _pointwise
+    value = found(state, node) if found is not None else lose(node, "rows_mix", f"{_name(node)} may mix rows")
+    # what has lost the vocabulary already may do what it likes: it is computed behind the region
+    return Loose() if isinstance(value, Lost) and not wide else value
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target)
+
+
+def lose(node: fx.Node, code: str, reason: str) -> Lost:
+    return Lost(code, reason, node)
+
+
+def dim_of(dim: Any, node: object) -> int:
+    """A dim argument as a non-negative index into the node's shape."""
+    rank = len(sizes(node))
+    return cast(int, dim) % rank if rank else 0
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An argument of the operator by its schema name, its default where it is not given."""
+    for i, arg in enumerate(cast(Any, node.target)._schema.arguments):
+        if arg.name == name:
+            if name in node.kwargs:
+                return node.kwargs[name]
+            return node.args[i] if i < len(node.args) else arg.default_value
+    raise KeyError(name)
+
+
+# ------------------------------------------------------------------------------------------------------- pointwise
+
+
+@rule(*UNARY, *BROADCAST, aten.copy.default)
+def _pointwise(state: RowAnalysis, node: fx.Node) -> Value:
+    out = sizes(node)
+    labels = ["i"] * len(out)
+    rowed = [(a, r) for a in node.all_input_nodes if (r := state.rowed(a)) is not None]
+    for a, r in rowed:
+        offset = len(out) - len(r.labels)
+        for k, label in enumerate(r.labels):
+            if not same(sizes(a)[k], 1) or label == "r":
+                labels[k + offset] = max(labels[k + offset], label, key="irv".index) if label != labels[k + offset] else label
+    for a, r in rowed:
+        offset = len(out) - len(r.labels)
+        for j, label in enumerate(labels):
+            k = j - offset
+            here = r.labels[k] if k >= 0 else "-"
+            if label == "r" and here != "r" and not same(out[j], 1):
+                return lose(node, "rows_mix", f"{_name(node)} broadcasts over the rows")
+            if label == "r" and here == "r" and not same(sizes(a)[k], out[j]):
+                return lose(node, "rows_mix", f"{_name(node)} broadcasts the rows")
+            if label == "v" and here == "r" and not same(out[j], 1):
+                return lose(node, "rows_mix", f"{_name(node)} aligns rows with the vocabulary")
+    return Rowed("".join(labels))
+
+
+# ------------------------------------------------------------------------------------------ along and over some dims
+
+
+def reduced_dims(node: fx.Node) -> list[int]:
+    """The dims that a reduction removes, all of them if it names none."""
+    names = {a.name for a in cast(Any, node.target)._schema.arguments}
+    dims = argument(node, "dim") if "dim" in names else None
+    rank = len(sizes(node.args[0]))
+    if dims is None or dims == []:
+        return list(range(rank))
+    return [d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])] if rank else []
+
+
+@rule(*REDUCE, aten.sum.default, aten.mean.default)
+def _reduce(state: RowAnalysis, node: fx.Node) -> Value:
+    source = state.rowed(node.args[0])
+    if source is None:
+        return lose(node, "rows_mix", f"{_name(node)} takes its dims from something else")
+    dims = reduced_dims(node)
+    if any(source.labels[d] == "r" for d in dims):
+        inner_gone = all(source.labels[d] == "r" or d in dims for d in range(len(source.labels)))
+        if node.target in SUMS and (inner_gone or not source.wide):
+            return Loose()  # the sum over the rest of a row is taken inside, the sum over rows behind the region
+        return lose(node, "rows_mix", f"{_name(node)} combines rows")
+    keep = bool(argument(node, "keepdim"))
+    kept = ["i" if d in dims else label for d, label in enumerate(source.labels) if keep or d not in dims]
+    return Rowed("".join(kept))
+
+
+@rule(*ALONG)
+def _along(state: RowAnalysis, node: fx.Node) -> Value:
+    source = state.rowed(node.args[0])
+    dim = dim_of(argument(node, "dim"), node.args[0])
+    if source is None or (source.labels and source.labels[dim] == "r"):
+        return lose(node, "wrong_axis", f"{_name(node)} runs over dim {dim}, which is not the vocabulary")
+    return source
+
+
+@rule(aten.topk.default)
+def _topk(state: RowAnalysis, node: fx.Node) -> Value:
+    source, dim = state.rowed(node.args[0]), dim_of(argument(node, "dim"), node.args[0])
+    if source is None or source.labels[dim] == "r" or isinstance(argument(node, "k"), fx.Node):
+        return lose(node, "wrong_axis", f"topk runs over dim {dim}, which is not the vocabulary")
+    return Rowed(_with(source.labels, dim, "i"))
+
+
+@rule(aten.gather.default)
+def _gather(state: RowAnalysis, node: fx.Node) -> Value:
+    source, index = state.rowed(node.args[0]), node.args[2]
+    dim = dim_of(node.args[1], node.args[0])
+    if source is None or source.labels[dim] == "r":
+        return lose(node, "wrong_axis", f"gather runs over dim {dim}, which is not the vocabulary")
+    old, new = sizes(node.args[0]), sizes(index)
+    if not same((*old[:dim], *old[dim + 1 :]), (*new[:dim], *new[dim + 1 :])):
+        return lose(node, "rows_mix", "gather's index covers only some of the rows")
+    picked = state.rowed(index)
+    if picked is not None and any((a == "r") != (b == "r") for a, b in zip(picked.labels, source.labels, strict=True)):
+        return lose(node, "rows_mix", "gather's index has its rows elsewhere")
+    return Rowed(_with(source.labels, dim, picked.labels[dim] if picked is not None else "i"))
+
+
+@rule(aten.scatter.value, aten.scatter.src, aten.scatter_add.default)
+def _scatter(state: RowAnalysis, node: fx.Node) -> Value:
+    source, dim = state.rowed(node.args[0]), dim_of(node.args[1], node.args[0])
+    if source is None or source.labels[dim] == "r":
+        return lose(node, "wrong_axis", f"{_name(node)} runs over dim {dim}, which is not the vocabulary")
+    old = sizes(node.args[0])
+    for other in (node.args[2], node.args[3]):
+        if not isinstance(other, fx.Node) or "val" not in other.meta or not sizes(other):
+            continue
+        new = sizes(other)
+        if not same((*old[:dim], *old[dim + 1 :]), (*new[:dim], *new[dim + 1 :])):
+            return lose(node, "rows_mix", f"{_name(node)} covers only some of the rows")
+        r = state.rowed(other)
+        if r is not None and any((a == "r") != (b == "r") for a, b in zip(r.labels, source.labels, strict=True)):
+            return lose(node, "rows_mix", f"{_name(node)} has its rows elsewhere")
+    return source
+
+
+def arange_along(index: Any, dim: int, rows: tuple[Any, ...]) -> bool:
+    """True if the index is arange(rows[dim]), with unit dims around it that broadcast it along `dim`."""
+    if not isinstance(index, fx.Node):
+        return False
+    shape = sizes(index)
+    at = dim - (len(rows) - len(shape))
+    if at < 0 or not same(shape[at], rows[dim]) or not all(i == at or same(s, 1) for i, s in enumerate(shape)):
+        return False
+    while index.target in (aten.unsqueeze.default, aten.view.default, aten.alias.default, aten.slice.Tensor):
+        before = index.args[0]
+        if index.target is aten.slice.Tensor and not same(sizes(before), sizes(index)):
+            return False
+        index = before
+    if index.target is aten.arange.default:
+        return True
+    if index.target not in (aten.arange.start, aten.arange.start_step):
+        return False
+    return index.args[0] == 0 and (len(index.args) < 3 or index.args[2] == 1)
+
+
+@rule(aten.index.Tensor)
+def _index(state: RowAnalysis, node: fx.Node) -> Value:
+    """z[arange(N), y] takes one class per row; z[..., ids] some classes of every row."""
+    source, indices = state.rowed(node.args[0]), list(cast("list[Any]", node.args[1]))
+    if source is None:
+        return lose(node, "rows_mix", "an index made from the logits reads something else")
+    old = sizes(node.args[0])
+    indices += [None] * (len(old) - len(indices))
+    used = [d for d, i in enumerate(indices) if i is not None]
+    if len(used) == 1 and source.labels[used[0]] != "r" and not state.depends(indices[used[0]]):
+        index = indices[used[0]]
+        if index.meta["val"].dtype in (torch.int64, torch.int32) and len(sizes(index)) == 1:
+            return Rowed(_with(source.labels, used[0], "v"))
+    last = len(old) - 1
+    if source.labels == "r" * last + "v" and len(used) == len(old) and same(sizes(node), old[:last]):
+        target = indices[last]
+        rows_in_order = all(arange_along(i, d, old[:last]) for d, i in enumerate(indices[:last]))
+        if same(sizes(target), old[:last]) and rows_in_order and not state.depends(target):
+            return Rowed("r" * last)
+    return lose(node, "rows_mix", "an index selects or reorders rows of the logits")
+
+
+@rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def _nll(state: RowAnalysis, node: fx.Node) -> Value:
+    source, target = state.rowed(node.args[0]), node.args[1]
+    old = sizes(node.args[0])
+    axis = 0 if len(old) == 1 else 1
+    if source is None or source.labels != "r" * axis + "v" + "r" * (len(old) - axis - 1):
+        return lose(node, "wrong_axis", f"nll_loss takes its classes from dim {axis}, not from the vocabulary")
+    if state.depends(target) or state.depends(node.args[2]):
+        return lose(node, "rows_mix", "the targets of nll_loss are computed from the logits")
+    return Rowed("r" * (len(old) - 1)) if argument(node, "reduction") == 0 else Loose()
+
+
+@rule(operator.getitem)
+def _getitem(state: RowAnalysis, node: fx.Node) -> Value:
+    return state.values[cast(fx.Node, node.args[0])]
+
+
+# ----------------------------------------------------------------------------------------------------------- views
+
+
+def view_groups(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[tuple[list[int], list[int]]] | None:
+    """Match the dims of a reshape: groups of old dims whose product is that of a group of new dims; None if unknown."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        left, right = [i] if i < len(old) else [], [j] if j < len(new) else []
+        a, b = old[i] if left else 1, new[j] if right else 1
+        i, j = i + len(left), j + len(right)
+        while not same(a, b):
+            ha, hb = hint(a), hint(b)
+            if ha is None or hb is None or ha == hb:
+                return None
+            if ha < hb and i < len(old):
+                left, a, i = [*left, i], a * old[i], i + 1
+            elif hb < ha and j < len(new):
+                right, b, j = [*right, j], b * new[j], j + 1
+            else:
+                return None
+        groups.append((left, right))
+    return groups
+
+
+@rule(*VIEWS)
+def _view(state: RowAnalysis, node: fx.Node) -> Value:
+    source = state.rowed(node.args[0])
+    assert source is not None
+    old, new = sizes(node.args[0]), sizes(node)
+    groups = view_groups(old, new)
+    if groups is None:
+        return lose(node, "rows_mix", "the logits are reshaped across the vocabulary")
+    labels = ["i"] * len(new)
+    for left, right in groups:
+        kinds = {source.labels[d] for d in left if not same(old[d], 1)} or {source.labels[d] for d in left} or {"i"}
+        if "r" in kinds and len(kinds) > 1:
+            return lose(node, "rows_mix", "the logits are reshaped across the vocabulary")
+        for d in right:
+            labels[d] = "r" if "r" in kinds else "v" if "v" in kinds and not same(new[d], 1) else "i"
+    return Rowed("".join(labels))
+
+
+@rule(aten.unsqueeze.default)
+def _unsqueeze(state: RowAnalysis, node: fx.Node) -> Value:
+    source = state.rowed(node.args[0])
+    assert source is not None
+    dim = dim_of(node.args[1], node)
+    return Rowed(source.labels[:dim] + "i" + source.labels[dim:])
+
+
+def squeezed(node: fx.Node) -> list[int]:
+    """The dims that a squeeze removes."""
+    old = sizes(node.args[0])
+    if node.target is aten.squeeze.default:
+        return [d for d, s in enumerate(old) if same(s, 1)]
+    dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+    return sorted({cast(int, d) % len(old) for d in dims if same(old[cast(int, d) % len(old)], 1)}) if old else []
+
+
+@rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
+def _squeeze(state: RowAnalysis, node: fx.Node) -> Value:
+    source, gone = state.rowed(node.args[0]), squeezed(node)
+    assert source is not None
+    if len(sizes(node.args[0])) - len(gone) != len(sizes(node)):
+        return lose(node, "rows_mix", "a squeeze depends on a symbolic size")
+    return Rowed("".join(label for d, label in enumerate(source.labels) if d not in gone))
+
+
+def permutation(node: fx.Node) -> list[int]:
+    """The order of a permute, transpose or t: new dim i is old dim order[i]."""
+    rank = len(sizes(node))
+    order = list(range(rank))
+    if node.target is aten.permute.default:
+        return [cast(int, d) % rank for d in cast("list[int]", node.args[1])]
+    if rank > 1:
+        a, b = (0, 1) if node.target is aten.t.default else (dim_of(node.args[1], node), dim_of(node.args[2], node))
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+@rule(aten.permute.default, aten.transpose.int, aten.t.default)
+def _permute(state: RowAnalysis, node: fx.Node) -> Value:
+    source = state.rowed(node.args[0])
+    assert source is not None
+    return Rowed("".join(source.labels[d] for d in permutation(node)))
+
+
+@rule(aten.expand.default)
+def _expand(state: RowAnalysis, node: fx.Node) -> Value:
+    source = state.rowed(node.args[0])
+    assert source is not None
+    old, new = sizes(node.args[0]), sizes(node)
+    offset = len(new) - len(old)
+    for d, label in enumerate(source.labels):
+        if label == "r" and not same(old[d], new[d + offset]):
+            return lose(node, "rows_mix", "expand repeats rows")
+    return Rowed("i" * offset + source.labels)
+
+
+@rule(aten.slice.Tensor)
+def _slice(state: RowAnalysis, node: fx.Node) -> Value:
+    source, dim = state.rowed(node.args[0]), dim_of(argument(node, "dim"), node.args[0])
+    assert source is not None
+    old, new = hint(sizes(node.args[0])[dim]), hint(sizes(node)[dim])
+    few = old is not None and new is not None and new * 8 <= old
+    return Rowed(_with(source.labels, dim, "i")) if source.labels[dim] == "v" and few else source
+
+
+@rule(aten.select.int)
+def _select(state: RowAnalysis, node: fx.Node) -> Value:
+    source, dim = state.rowed(node.args[0]), dim_of(node.args[1], node.args[0])
+    assert source is not None
+    return Rowed(source.labels[:dim] + source.labels[dim + 1 :])
+
+
+@rule(aten.slice_scatter.default)
+def _slice_scatter(state: RowAnalysis, node: fx.Node) -> Value:
+    source, dim = state.rowed(node.args[0]), dim_of(argument(node, "dim"), node.args[0])
+    if source is None or source.labels[dim] == "r":
+        return lose(node, "rows_mix", "some rows of the logits are written to")
+    part = state.rowed(node.args[1])
+    if part is not None and any((a == "r") != (b == "r") for a, b in zip(part.labels, source.labels, strict=True)):
+        return lose(node, "rows_mix", "slices with their rows elsewhere are written to the logits")
+    return source
+
+
+@rule(aten.cat.default, aten.stack.default)
+def _join(state: RowAnalysis, node: fx.Node) -> Value:
+    parts = cast("list[fx.Node]", node.args[0])
+    dim = dim_of(argument(node, "dim"), node)
+    found = [state.rowed(p) for p in parts]
+    if not all(found) or len({r.labels for r in found if r is not None}) != 1:
+        return lose(node, "rows_mix", f"{_name(node)} joins the logits with something else")
+    labels = cast(Rowed, found[0]).labels
+    if node.target is aten.stack.default:
+        return Rowed(labels[:dim] + "i" + labels[dim:])
+    if labels[dim] == "r":
+        return lose(node, "rows_mix", "rows are concatenated")
+    return Rowed(_with(labels, dim, "v"))
+
+
+def _with(labels: str, dim: int, label: str) -> str:
+    return labels[:dim] + label + labels[dim + 1 :]

@@ -1,0 +1,385 @@
+"""A region as a function of one chunk: the same ATen operators over [C, inner...], rows flattened to the front.
+
+Every value of the region becomes a tensor whose first dim runs over the rows of the chunk and whose other dims are the
+value's own dims that are not rows, in their order. Views of rows are not computed but pushed out to the inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fuse_losses.graph import rows as R
+from fuse_losses.graph.products import Product
+from fuse_losses.graph.rows import RowAnalysis, Rowed, argument, same, sizes
+from fuse_losses.head.algebra import RowStep
+from fuse_losses.report.decline import Declined
+
+aten = torch.ops.aten
+Steps = tuple[RowStep, ...]
+
+
+@dataclass(frozen=True)
+class RowInput:
+    """A tensor cut into chunks: the hidden states of a product, or a plain ATen value laid out as [N, inner...].
+
+    labels and shape: those of the value that it is combined with, aligned at the last dim; steps: views of the rows.
+    """
+
+    source: Product | fx.Node
+    steps: Steps
+    labels: str = ""
+    shape: tuple[Any, ...] = ()
+
+    @property
+    def key(self) -> Any:
+        return (self.source, self.steps, self.labels, len(self.shape))
+
+
+@dataclass(frozen=True)
+class WholeInput:
+    """A tensor that every chunk reads whole: a product's weight or bias, a vector over the vocabulary, a number.
+
+    squeezed: dims of size one that stand where rows are, dropped inside.
+    """
+
+    source: Product | fx.Node
+    part: str = ""
+    squeezed: tuple[int, ...] = ()
+
+
+class ChunkGraph:
+    """Builds the graph of one chunk. `steps` are views of the rows applied behind a value, outermost last."""
+
+    def __init__(self, analysis: RowAnalysis, sources: dict[fx.Node, Product], cuts: set[fx.Node], steps: Steps) -> None:
+        self.analysis, self.sources, self.cuts = analysis, sources, cuts
+        self.graph = fx.Graph()
+        self.rows: list[RowInput] = []
+        self.whole: list[WholeInput] = []
+        self.outputs: list[fx.Node] = []
+        self.wide = 0  # wide values computed for a chunk: what its memory grows with
+        self._inputs: dict[Any, fx.Node] = {}
+        self._done: dict[tuple[fx.Node, Steps], fx.Node] = {}
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_function(target, args, kwargs)
+
+    def emit(self, node: fx.Node, steps: Steps = ()) -> fx.Node:
+        """The canonical value of a node whose rows are then viewed by `steps`."""
+        key = (node, steps)
+        if key not in self._done:
+            made = self._emit(node, steps)
+            if node in self.cuts:
+                made = self.call(aten.detach.default, made)
+            self._done[key] = made
+        return self._done[key]
+
+    def _emit(self, node: fx.Node, steps: Steps) -> fx.Node:
+        if node in self.sources:
+            self.wide += 1
+            return self._product(self.sources[node], steps)
+        value = self.analysis.values[node]
+        if not isinstance(value, Rowed):
+            raise Declined("rows_mix", f"{node.target} combines rows and is read again with the vocabulary")
+        self.wide += value.wide
+        emitter = EMITTERS.get(node.target, _pointwise)
+        return emitter(self, node, steps)
+
+    def labels(self, node: object) -> str:
+        return cast(Rowed, self.analysis.values[cast(fx.Node, node)]).labels
+
+    def inner_dim(self, node: object, dim: int) -> int:
+        """Where a dim of the value (not a row) is in the canonical tensor."""
+        return 1 + sum(label != "r" for label in self.labels(node)[:dim])
+
+    # ------------------------------------------------------------------------------------------------------ inputs
+
+    def _product(self, product: Product, steps: Steps) -> fx.Node:
+        x = self.row_input(RowInput(product, steps))
+        weight = self.whole_input(WholeInput(product, "weight"))
+        if product.bias is None:
+            return self.call(aten.linear.default, x, weight)
+        return self.call(aten.linear.default, x, weight, self.whole_input(WholeInput(product, "bias")))
+
+    def row_input(self, spec: RowInput) -> fx.Node:
+        return self._input(("rows", *spec.key), self.rows, spec)
+
+    def whole_input(self, spec: WholeInput) -> fx.Node:
+        return self._input(spec, self.whole, spec)
+
+    def _input(self, key: Any, specs: list[Any], spec: Any) -> fx.Node:
+        if key not in self._inputs:
+            self._inputs[key] = self.graph.placeholder(f"{'rows' if specs is self.rows else 'whole'}_{len(specs)}")
+            specs.append(spec)
+        return self._inputs[key]
+
+    def finish(self) -> fx.GraphModule:
+        """The graph as a module: inputs `rows_*` then `whole_*`, one output per entry of `outputs`."""
+        graph = fx.Graph()
+        made = {str(n.target): n for n in self._inputs.values()}
+        copied: dict[fx.Node, fx.Node] = {}
+        for kind, specs in (("rows", self.rows), ("whole", self.whole)):
+            for i in range(len(specs)):
+                copied[made[f"{kind}_{i}"]] = graph.placeholder(f"{kind}_{i}")
+        for node in self.graph.nodes:
+            if node not in copied:
+                copied[node] = graph.node_copy(node, lambda n: copied[n])
+        graph.output([copied[n] for n in self.outputs])
+        graph.eliminate_dead_code()
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+    def plain(self, node: fx.Node, labels: str, shape: tuple[Any, ...], steps: Steps) -> fx.Node:
+        """A value that does not depend on the logits, where it meets one with these labels and this shape."""
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return self.whole_input(WholeInput(node, "number"))
+        own = sizes(node)
+        offset = len(shape) - len(own)
+        at_rows = [k for k in range(len(own)) if labels[k + offset] == "r"]
+        if any(not same(own[k], 1) for k in at_rows):
+            return self.row_input(RowInput(node, steps, labels, shape))
+        return self.whole_input(WholeInput(node, "", tuple(at_rows)))
+
+    def aligned(self, arg: object, labels: str, shape: tuple[Any, ...], steps: Steps) -> Any:
+        """An operand of a broadcasting operator whose result has these labels and this shape."""
+        if not isinstance(arg, fx.Node):
+            return arg
+        if not self.analysis.depends(arg):
+            return self.plain(arg, labels, shape, steps)
+        made = self.emit(arg, steps)
+        own = self.labels(arg)
+        offset = len(labels) - len(own)
+        # a dim of size one may stand where another operand has a row: it is no inner dim of the result
+        for k in reversed(range(len(own))):
+            if own[k] != "r" and labels[k + offset] == "r":
+                made = self.call(aten.squeeze.dim, made, self.inner_dim(arg, k))
+        if any(own[k] == "r" and labels[k + offset] != "r" for k in range(len(own))):
+            raise Declined("rows_mix", "rows are aligned with another dim")
+        missing = sum(label != "r" for label in labels[:offset])
+        for _ in range(missing):
+            made = self.call(aten.unsqueeze.default, made, 1)
+        return made
+
+
+Emitter = Callable[[ChunkGraph, fx.Node, Steps], fx.Node]
+EMITTERS: dict[Any, Emitter] = {}
+
+
+def emitter(*targets: Any) -> Callable[[Emitter], Emitter]:
+    """Register how operators are written for a chunk; the default is elementwise."""
+
+    def register(function: Emitter) -> Emitter:
+        for target in targets:
+            EMITTERS[target] = function
+        return function
+
+    return register
+
+
+def constant(number: Any, what: str) -> Any:
+    """An argument that must be known when the chunk's graph is written."""
+    if isinstance(number, (fx.Node, torch.SymInt)):
+        raise Declined("rows_mix", f"{what} depends on a symbolic size")
+    return number
+
+
+def _pointwise(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    labels, shape = build.labels(node), sizes(node)
+    args = fx.node.map_arg(node.args, lambda a: build.aligned(a, labels, shape, steps))
+    kwargs = fx.node.map_arg(node.kwargs, lambda a: build.aligned(a, labels, shape, steps))
+    return build.call(cast("Callable[..., Any]", node.target), *args, **kwargs)
+
+
+@emitter(*R.REDUCE, *R.ALONG, aten.topk.default)
+def _along(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    source = cast(fx.Node, node.args[0])
+    schema = cast(Any, node.target)._schema.arguments
+    args: list[Any] = []
+    for arg in schema[1:]:
+        given = argument(node, arg.name)
+        if arg.name == "dim":
+            dims = R.reduced_dims(node) if node.target in R.REDUCE else [R.dim_of(given, source)]
+            mapped = [build.inner_dim(source, d) for d in dims]
+            given = mapped if isinstance(given, (list, tuple)) or str(arg.type).startswith("Optional[List") else mapped[0]
+            if given is not mapped and len(mapped) != 1:
+                raise Declined("rows_mix", f"{node.target} flattens its input")
+        args.append(constant(given, f"an argument of {node.target}"))
+    made = build.emit(source, steps)
+    plain = [a for a, s in zip(args, schema[1:], strict=True) if not s.kwarg_only]
+    named = {s.name: a for a, s in zip(args, schema[1:], strict=True) if s.kwarg_only and a is not None}
+    return build.call(cast("Callable[..., Any]", node.target), made, *plain, **named)
+
+
+@emitter(operator.getitem)
+def _getitem(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    source = cast(fx.Node, node.args[0])
+    if source.target in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
+        return build.emit(source, steps)
+    return build.call(operator.getitem, build.emit(source, steps), node.args[1])
+
+
+@emitter(aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default)
+def _indexed(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    source = cast(fx.Node, node.args[0])
+    labels, shape = build.labels(source), sizes(source)
+    dim = build.inner_dim(source, R.dim_of(node.args[1], source))
+    operands = [build.aligned(a, labels, shape, steps) for a in node.args[2:]]
+    return build.call(cast("Callable[..., Any]", node.target), build.emit(source, steps), dim, *operands, **node.kwargs)
+
+
+@emitter(aten.index.Tensor)
+def _index(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    source = cast(fx.Node, node.args[0])
+    indices = cast("list[fx.Node | None]", node.args[1])
+    made = build.emit(source, steps)
+    used = [d for d, i in enumerate(indices) if i is not None]
+    if build.labels(node) != "r" * len(used[:-1]) or len(used) != len(sizes(source)):
+        dim = build.inner_dim(source, used[0])
+        ids = build.whole_input(WholeInput(cast(fx.Node, indices[used[0]])))
+        return build.call(aten.index.Tensor, made, [*[None] * dim, ids])
+    target = build.row_input(RowInput(cast(fx.Node, indices[-1]), steps, build.labels(node), sizes(node)))
+    vocab = build.call(aten.sym_size.int, made, 1)
+    from_end = build.call(aten.add.Tensor, target, vocab)  # negative indices count from the end
+    column = build.call(aten.where.self, build.call(aten.lt.Scalar, target, 0), from_end, target)
+    picked = build.call(aten.gather.default, made, 1, build.call(aten.unsqueeze.default, column, 1))
+    return build.call(aten.squeeze.dim, picked, 1)
+
+
+@emitter(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def _nll(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    """Per-row losses; mean and sum over rows are taken behind the region."""
+    log_probs, target, weight, _, ignore_index = node.args
+    made = build.emit(cast(fx.Node, log_probs), steps)
+    labels = build.labels(log_probs).replace("v", "")
+    y = build.row_input(RowInput(cast(fx.Node, target), steps, labels, sizes(target)))
+    w = None if weight is None else build.whole_input(WholeInput(cast(fx.Node, weight)))
+    per_row = build.call(aten.nll_loss_forward.default, made, y, w, 0, ignore_index)
+    return build.call(operator.getitem, per_row, 0)
+
+
+# ----------------------------------------------------------------------------------------------------------- views
+
+
+def row_sizes(labels: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The sizes of the dims that are rows."""
+    return tuple(s for s, label in zip(shape, labels, strict=True) if label == "r")
+
+
+@emitter(*R.VIEWS)
+def _view(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    source = cast(fx.Node, node.args[0])
+    old, new = sizes(source), sizes(node)
+    before, after = build.labels(source), build.labels(node)
+    old_rows, new_rows = row_sizes(before, old), row_sizes(after, new)
+    if not same(old_rows, new_rows):
+        wanted = tuple(s for s, label in zip(cast("list[Any]", node.args[1]), after, strict=True) if label == "r")
+        steps = (RowStep("reshape", wanted, new_rows), *steps)
+    made = build.emit(source, steps)
+    inner_old = [d for d, label in enumerate(before) if label != "r"]
+    inner_new = [d for d, label in enumerate(after) if label != "r"]
+    if same(tuple(old[d] for d in inner_old), tuple(new[d] for d in inner_new)):
+        return made
+    shape: list[Any] = []
+    for left, right in R.view_groups(old, new) or []:
+        for d in right:
+            if after[d] == "r":
+                continue
+            twin = [k for k in left if same(old[k], new[d])]
+            unchanged = len(right) == 1 and len(twin) == 1
+            size = build.call(aten.sym_size.int, made, build.inner_dim(source, twin[0])) if unchanged else new[d]
+            shape.append(size if unchanged else constant(size, "a reshape"))
+    return build.call(aten.reshape.default, made, [-1, *shape])
+
+
+@emitter(aten.unsqueeze.default)
+def _unsqueeze(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    dim = R.dim_of(node.args[1], node)
+    return build.call(aten.unsqueeze.default, build.emit(cast(fx.Node, node.args[0]), steps), build.inner_dim(node, dim))
+
+
+@emitter(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
+def _squeeze(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    source = cast(fx.Node, node.args[0])
+    labels, gone = build.labels(source), R.squeezed(node)
+    row_at = {d: i for i, d in enumerate(d for d, label in enumerate(labels) if label == "r")}
+    left = list(row_sizes(labels, sizes(source)))
+    dropped: list[RowStep] = []
+    for d in reversed(gone):
+        if labels[d] == "r":
+            del left[row_at[d]]
+            dropped.append(RowStep("select", (row_at[d], 0), tuple(left)))
+    made = build.emit(source, (*dropped, *steps))
+    for d in reversed(gone):
+        if labels[d] != "r":
+            made = build.call(aten.squeeze.dim, made, build.inner_dim(source, d))
+    return made
+
+
+@emitter(aten.permute.default, aten.transpose.int, aten.t.default)
+def _permute(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    source = cast(fx.Node, node.args[0])
+    labels, order = build.labels(source), R.permutation(node)
+    rank_of_row = {d: i for i, d in enumerate(d for d in range(len(labels)) if labels[d] == "r")}
+    rows = tuple(rank_of_row[d] for d in order if labels[d] == "r")
+    if rows != tuple(sorted(rows)):
+        steps = (RowStep("permute", rows, row_sizes(build.labels(node), sizes(node))), *steps)
+    made = build.emit(source, steps)
+    inner = [build.inner_dim(source, d) for d in order if labels[d] != "r"]
+    return made if inner == sorted(inner) else build.call(aten.permute.default, made, [0, *inner])
+
+
+@emitter(aten.expand.default)
+def _expand(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    source = cast(fx.Node, node.args[0])
+    made = build.emit(source, steps)
+    offset = len(sizes(node)) - len(sizes(source))
+    for _ in range(offset):
+        made = build.call(aten.unsqueeze.default, made, 1)
+    shape: list[Any] = [-1]
+    for d, label in enumerate(build.labels(node)):
+        if label != "r":
+            kept = d >= offset and same(sizes(source)[d - offset], sizes(node)[d])
+            shape.append(-1 if kept else constant(sizes(node)[d], "an expand"))
+    return build.call(aten.expand.default, made, shape)
+
+
+@emitter(aten.slice.Tensor, aten.select.int)
+def _slice(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    source = cast(fx.Node, node.args[0])
+    labels = build.labels(source)
+    dim = R.dim_of(argument(node, "dim"), source)
+    if node.target is aten.slice.Tensor:
+        kind, args = "slice", (argument(node, "start"), argument(node, "end"), argument(node, "step"))
+    else:
+        kind, args = "select", (argument(node, "index"),)
+    if labels[dim] == "r":
+        at = sum(label == "r" for label in labels[:dim])
+        rows = row_sizes(build.labels(node), sizes(node))
+        return build.emit(source, (RowStep(kind, (at, *args), rows), *steps))
+    fixed = [constant(a, "a slice of the vocabulary") for a in args]
+    target = cast("Callable[..., Any]", node.target)
+    return build.call(target, build.emit(source, steps), build.inner_dim(source, dim), *fixed)
+
+
+@emitter(aten.slice_scatter.default)
+def _slice_scatter(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    source, part = cast(fx.Node, node.args[0]), node.args[1]
+    labels = build.labels(source)
+    dim = R.dim_of(argument(node, "dim"), source)
+    fixed = [constant(argument(node, name), "a slice of the vocabulary") for name in ("start", "end", "step")]
+    shape = sizes(part)
+    written = build.aligned(part, labels[len(labels) - len(shape) :], shape, steps)
+    return build.call(
+        aten.slice_scatter.default, build.emit(source, steps), written, build.inner_dim(source, dim), *fixed
+    )
+
+
+@emitter(aten.cat.default, aten.stack.default)
+def _join(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    parts = [build.emit(p, steps) for p in cast("list[fx.Node]", node.args[0])]
+    dim = R.dim_of(argument(node, "dim"), node)
+    return build.call(cast("Callable[..., Any]", node.target), parts, build.inner_dim(node, dim))
