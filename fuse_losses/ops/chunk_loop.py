@@ -78,12 +78,13 @@ def gradient_loop(
     chunk_rows: int,
     needs: Needs,
     dtype: torch.dtype,
+    bias_dtype: torch.dtype,
     visit: Callable[[slice, Tensor, Tensor], None],
 ) -> Gradients:
-    """Gradients in `dtype` from `visit(part, logits, du)`, which writes the chunk's logit gradient [C, V] to
-    `du`.
+    """Gradients in `dtype`, the bias's in `bias_dtype`.
 
-    `du` has x's dtype and may be `logits` itself.
+    `visit(part, logits, du)` writes the chunk's logit gradient [C, V] to `du`, which has x's dtype and may be
+    `logits` itself.
     """
     x, weight, bias, _ = projection
     rows = x.shape[0]
@@ -91,7 +92,7 @@ def gradient_loop(
     grad_x = torch.empty_like(x, dtype=dtype) if needs.x else none
     chunks = -(-rows // chunk_rows)
     weight_sum = WeightGradient(weight, dtype, chunks, needs.accumulate) if needs.weight else None
-    bias_sum = BiasGradient(bias, dtype) if needs.bias and bias is not None else None
+    bias_sum = BiasGradient(bias, bias_dtype) if needs.bias and bias is not None else None
     buffer = chunk_buffer(projection, chunk_rows)
     for part in parts(rows, chunk_rows):
         du = buffer[: part.stop - part.start]
@@ -105,5 +106,5 @@ def gradient_loop(
     return Gradients(
         grad_x,
         none.clone() if weight_sum is None else weight_sum.result(),
-        none.clone() if bias_sum is None else bias_sum.result(),
+        none.to(bias_dtype, copy=True) if bias_sum is None else bias_sum.result(),
     )

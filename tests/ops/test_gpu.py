@@ -51,13 +51,18 @@ def test_vocabularies(make_problem, check, vocab):
 @pytest.mark.parametrize("squash", ["identity", "scale", "tanh"])
 def test_dtypes_and_squashes(make_problem, check, dtype, squash):
     for vocab in (127, 12800):
-        problem = make_problem(rows=40, hidden=64, vocab=vocab, dtype=dtype, squash=squash, bias=True, device=DEVICE)
+        problem = make_problem(
+            rows=40, hidden=64, vocab=vocab, dtype=dtype, squash=squash, bias=True, device=DEVICE
+        )
         check(problem, 16)
 
 
 @pytest.mark.parametrize("chunk_rows", [64, 512, 4096])
 def test_bfloat16_weight_gradient_does_not_degrade_with_chunks(make_problem, check, chunk_rows):
-    check(make_problem(rows=4096, hidden=256, vocab=1009, dtype=torch.bfloat16, bias=True, device=DEVICE), chunk_rows)
+    check(
+        make_problem(rows=4096, hidden=256, vocab=1009, dtype=torch.bfloat16, bias=True, device=DEVICE),
+        chunk_rows,
+    )
 
 
 def test_strided_weight(make_problem, check):
@@ -141,7 +146,7 @@ def test_peak_memory():
         torch.cuda.reset_peak_memory_stats()
         step(which)
         peak = torch.cuda.max_memory_allocated() - before
-        # one chunk of logits, the weight's sum in float32, the gradients (saved and scaled), O(N) and a workspace
+        # one chunk of logits, the weight's sum in float32, the gradients (saved, scaled), O(N), a workspace
         allowed = 2 * chunk_rows * vocab + 4 * vocab * hidden + copies * gradients + (40 << 20)
         assert peak <= allowed < 2 * rows * vocab, (which, peak >> 20, allowed >> 20)
 
@@ -193,6 +198,8 @@ def test_compiled(make_problem):
     compiled = torch.compile(lambda leaves: problem.nll_sum([2 * leaves[0], *leaves[1:]], 16), fullgraph=True)
     upstream = torch.tensor(0.7, device=DEVICE)
     ours = graded(compiled, problem.leaves(), upstream)
-    expected = graded(lambda leaves: problem.nll_sum([2 * leaves[0], *leaves[1:]], 16), problem.leaves(), upstream)
+    expected = graded(
+        lambda leaves: problem.nll_sum([2 * leaves[0], *leaves[1:]], 16), problem.leaves(), upstream
+    )
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b)
