@@ -75,9 +75,7 @@ def test_linear_log_probs(softcap):
     u = F.linear(x, weight, bias)
     z = (u if softcap is None else softcap * torch.tanh(u / softcap)) / 0.7
     eager = z.log_softmax(-1).gather(-1, target[..., None]).squeeze(-1)
-    compare(
-        linear_log_probs(x, weight, target, bias, temperature=0.7, softcap=softcap), eager, [x, weight, bias]
-    )
+    compare(linear_log_probs(x, weight, target, bias, temperature=0.7, softcap=softcap), eager, [x, weight, bias])
 
 
 def test_linear_log_probs_ignore_only_what_is_asked():

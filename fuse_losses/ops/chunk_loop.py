@@ -65,11 +65,13 @@ def chunk_logits(projection: Projection, part: slice, buffer: Tensor) -> Tensor:
 
 def forward_loop(projection: Projection, chunk_rows: int, visit: Callable[[slice, Tensor], None]) -> None:
     """Call `visit(part, logits)` for every chunk; `logits` [C, V] is only to be read."""
-    given = projection.logits is not None
-    buffer = (
-        projection.x if given else chunk_buffer(projection, chunk_rows)
-    )  # not used where the logits are given
-    for part in parts(projection.x.shape[0], chunk_rows):
+    rows = projection.x.shape[0]
+    if projection.logits is not None:
+        for part in parts(rows, chunk_rows):
+            visit(part, projection.logits[part])
+        return
+    buffer = chunk_buffer(projection, chunk_rows)
+    for part in parts(rows, chunk_rows):
         visit(part, chunk_logits(projection, part, buffer[: part.stop - part.start]))
 
 

@@ -1,5 +1,4 @@
-"""Inner operators for one target per row. They know nothing of autograd: which gradients to compute is an
-argument.
+"""Inner operators for one target per row. They know nothing of autograd: which gradients to compute is an argument.
 
 Per-row values are float32 (float64 for float64 inputs). Inside, an ambient autocast is switched off: the
 dtypes of the arguments say all.
@@ -128,7 +127,7 @@ def indexed_fwd_grad(
         if gain is not None:
             for grad in grads:
                 grad.div_(gain)
-    return log_prob, *grads
+    return log_prob, grads.x, grads.weight, grads.bias
 
 
 @indexed_fwd_grad.register_fake
@@ -176,9 +175,8 @@ def indexed_bwd(
             )  # fmt: skip
 
         needs = Needs(need_x, need_weight, need_bias, accumulate)
-        return tuple(
-            gradient_loop(Projection(x, weight, bias, None), chunk_rows, needs, x.dtype, x.dtype, visit)
-        )
+        grads = gradient_loop(Projection(x, weight, bias, None), chunk_rows, needs, x.dtype, x.dtype, visit)
+    return grads.x, grads.weight, grads.bias
 
 
 @indexed_bwd.register_fake
@@ -218,9 +216,7 @@ def given_fwd(
     log_prob, row_max, log_sum = _row_values(logits, logits.shape[0], 3)
     with _no_autocast(logits):
         for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
-            kernels.indexed_fwd(
-                logits[part], columns[part], how, log_prob[part], row_max[part], log_sum[part]
-            )
+            kernels.indexed_fwd(logits[part], columns[part], how, log_prob[part], row_max[part], log_sum[part])
     return log_prob, row_max, log_sum
 
 
@@ -258,7 +254,5 @@ def given_bwd(
 
 
 @given_bwd.register_fake
-def _(
-    grad_log_prob, grad_lse, logits, target, row_max, log_sum, squash, inner, outer, ignore_index, chunk_rows
-):
+def _(grad_log_prob, grad_lse, logits, target, row_max, log_sum, squash, inner, outer, ignore_index, chunk_rows):
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

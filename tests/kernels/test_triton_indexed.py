@@ -65,9 +65,7 @@ def close(actual, expected, roundings=8.0):
     """Within a few roundings of the dtype, relative to the largest value."""
     scale = expected.abs().max().clamp(min=1e-3).item()
     eps = torch.finfo(actual.dtype).eps
-    half = (
-        1 if INTERPRETED and actual.dtype == torch.bfloat16 else 0.5
-    )  # the interpreter truncates to bfloat16
+    half = 1 if INTERPRETED and actual.dtype == torch.bfloat16 else 0.5  # the interpreter truncates to bfloat16
     tolerance = (roundings * 2**-24 + half * eps) * scale
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=tolerance)
 

@@ -16,15 +16,11 @@ SQUASHES = ["identity", "scale", "tanh"]
 @pytest.mark.parametrize("squash", SQUASHES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_gradcheck(make_problem, squash, bias):
-    problem = make_problem(
-        rows=5, hidden=4, vocab=7, dtype=torch.float64, squash=squash, bias=bias, ignored=1
-    )
+    problem = make_problem(rows=5, hidden=4, vocab=7, dtype=torch.float64, squash=squash, bias=bias, ignored=1)
     problem.row_weight = torch.rand(5, dtype=torch.float64)
     leaves = problem.leaves()
     assert torch.autograd.gradcheck(lambda *leaves: problem.nll_sum(leaves, 2), leaves)
-    assert torch.autograd.gradcheck(
-        lambda *leaves: problem.log_prob(leaves, 2), [*leaves[:-1], problem.row_weight]
-    )
+    assert torch.autograd.gradcheck(lambda *leaves: problem.log_prob(leaves, 2), [*leaves[:-1], problem.row_weight])
     logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda u: OPS.log_prob(u, problem.target, *problem.how, 2), (logits,))
 
@@ -32,9 +28,7 @@ def test_gradcheck(make_problem, squash, bias):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck_outer(make_problem, grad, dtype):
-    problem = make_problem(
-        rows=5, hidden=4, vocab=7, squash="tanh", bias=True, row_weight=True, ignored=1, dtype=dtype
-    )
+    problem = make_problem(rows=5, hidden=4, vocab=7, squash="tanh", bias=True, row_weight=True, ignored=1, dtype=dtype)
     tensors = [t.requires_grad_(grad) for t in problem.leaves()]
     x, weight, bias, row_weight = tensors
     logits = torch.nn.functional.linear(x, weight, bias).detach()
@@ -44,9 +38,7 @@ def test_opcheck_outer(make_problem, grad, dtype):
             OPS.linear_nll_sum.default,
             (x, weight, bias, problem.target, row_weight, given, *how, 2, "float32"),
         )
-        torch.library.opcheck(
-            OPS.linear_log_prob.default, (x, weight, bias, problem.target, given, *how, 2, "float32")
-        )
+        torch.library.opcheck(OPS.linear_log_prob.default, (x, weight, bias, problem.target, given, *how, 2, "float32"))
     torch.library.opcheck(OPS.log_prob.default, (logits.requires_grad_(grad), problem.target, *how, 2))
 
 
@@ -152,9 +144,7 @@ def test_importing_the_operators_imports_no_triton():
 
 def _largest_allocation(step) -> int:
     step()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     return max(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
 

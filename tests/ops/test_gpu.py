@@ -51,9 +51,7 @@ def test_vocabularies(make_problem, check, vocab):
 @pytest.mark.parametrize("squash", ["identity", "scale", "tanh"])
 def test_dtypes_and_squashes(make_problem, check, dtype, squash):
     for vocab in (127, 12800):
-        problem = make_problem(
-            rows=40, hidden=64, vocab=vocab, dtype=dtype, squash=squash, bias=True, device=DEVICE
-        )
+        problem = make_problem(rows=40, hidden=64, vocab=vocab, dtype=dtype, squash=squash, bias=True, device=DEVICE)
         check(problem, 16)
 
 
@@ -198,8 +196,6 @@ def test_compiled(make_problem):
     compiled = torch.compile(lambda leaves: problem.nll_sum([2 * leaves[0], *leaves[1:]], 16), fullgraph=True)
     upstream = torch.tensor(0.7, device=DEVICE)
     ours = graded(compiled, problem.leaves(), upstream)
-    expected = graded(
-        lambda leaves: problem.nll_sum([2 * leaves[0], *leaves[1:]], 16), problem.leaves(), upstream
-    )
+    expected = graded(lambda leaves: problem.nll_sum([2 * leaves[0], *leaves[1:]], 16), problem.leaves(), upstream)
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b)

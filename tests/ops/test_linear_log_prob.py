@@ -19,8 +19,7 @@ def results(problem, leaves, values, upstreams):
 def test_values_and_gradients(make_problem, assert_as_good_as_eager, dtype, squash, outputs, chunk_rows):
     problem = make_problem(dtype=dtype, squash=squash, bias=True)
     upstreams = [
-        torch.randn(13, dtype=torch.float64) if outputs in (name, "both") else None
-        for name in ("log_prob", "lse")
+        torch.randn(13, dtype=torch.float64) if outputs in (name, "both") else None for name in ("log_prob", "lse")
     ]
     ours, eager, oracle = problem.leaves(), problem.leaves(), problem.leaves(torch.float64)
     assert_as_good_as_eager(

@@ -49,9 +49,7 @@ def test_odd_and_round_sizes(make_problem, assert_as_good_as_eager, vocab, rows)
 
 
 @pytest.mark.parametrize("chunk_rows", [4, 16, 64, 1024])
-def test_bfloat16_weight_gradient_does_not_degrade_with_chunks(
-    make_problem, assert_as_good_as_eager, chunk_rows
-):
+def test_bfloat16_weight_gradient_does_not_degrade_with_chunks(make_problem, assert_as_good_as_eager, chunk_rows):
     problem = make_problem(rows=1024, hidden=32, vocab=64, dtype=torch.bfloat16, bias=True)
     upstream = torch.tensor(0.7, dtype=torch.float64)
     ours, eager, oracle = problem.leaves(), problem.leaves(), problem.leaves(torch.float64)

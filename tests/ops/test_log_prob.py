@@ -52,11 +52,7 @@ def test_logits_of_ten_thousand(assert_as_good_as_eager, dtype):
     for ours, wide in ((True, dtype), (False, dtype), (False, torch.float64)):
         leaf = logits.to(wide).requires_grad_()
         how = ("identity", 1.0, 1.0)
-        values = (
-            torch.ops.fuse_losses.log_prob(leaf, target, *how, IGNORE, 4)
-            if ours
-            else eager(leaf, target, *how)
-        )
+        values = torch.ops.fuse_losses.log_prob(leaf, target, *how, IGNORE, 4) if ours else eager(leaf, target, *how)
         runs.append([*values, *torch.autograd.grad((upstream.to(values[0].dtype) * values[0]).sum(), leaf)])
     assert_as_good_as_eager(*runs)
 
@@ -105,6 +101,4 @@ def test_double_backward_raises():
 
 def test_target_out_of_range():
     with pytest.raises(IndexError, match="Target 9 is out of bounds"):
-        torch.ops.fuse_losses.log_prob(
-            torch.randn(2, 9), torch.tensor([0, 9]), "identity", 1.0, 1.0, IGNORE, 2
-        )
+        torch.ops.fuse_losses.log_prob(torch.randn(2, 9), torch.tensor([0, 9]), "identity", 1.0, 1.0, IGNORE, 2)
