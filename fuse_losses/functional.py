@@ -28,8 +28,7 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     accumulate: str = "float32",
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(input, weight, bias), target)`, with logits scaled and then soft-capped if
-    asked.
+    """`F.cross_entropy(F.linear(input, weight, bias), target)`, with logits scaled and then soft-capped if asked.
 
     input [..., H], weight [V, H], bias [V], all of one float dtype; target [...] int64 or int32. Returns what
     PyTorch returns, in the same dtype: a scalar, or target's shape for reduction="none". The mean over no
@@ -73,9 +72,7 @@ def cross_entropy(
     rows = target.reshape(-1)
     chunk_rows = chunk_rows or _chunk_rows(input, vocab)
     dtype = torch.float32 if _autocast_dtype(input) is not None else input.dtype
-    log_prob, _ = torch.ops.fuse_losses.log_prob(
-        input.reshape(-1, vocab), rows, *squash, ignore_index, chunk_rows
-    )
+    log_prob, _ = torch.ops.fuse_losses.log_prob(input.reshape(-1, vocab), rows, *squash, ignore_index, chunk_rows)
     if reduction == "none":
         return (-log_prob).to(dtype).reshape(target.shape)
     return _reduced(-log_prob.sum(), rows, ignore_index, reduction).to(dtype)
@@ -136,9 +133,7 @@ def _check_target(input: Tensor, target: Tensor, name: str, form: str) -> None:
 def _projection(
     input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Checked (x [N, H], weight [V, H], bias [V], rows [N]), cast as F.linear's arguments are under
-    autocast.
-    """
+    """Checked (x [N, H], weight [V, H], bias [V], rows [N]), cast as F.linear's arguments are under autocast."""
     _check_target(input, target, "input", "[..., H]")
     if weight.dim() != 2 or weight.shape[1] != input.shape[-1]:
         raise ValueError(

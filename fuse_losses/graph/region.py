@@ -94,7 +94,7 @@ def check_writes(graph: fx.Graph, region: Region, exit: fx.Node, reads: Collecti
     for node in reads:
         if not is_tensor(node):
             continue
-        readers = [order[u] for u in node.users if u in members or u is exit]
+        readers = [order[u] for u in node.users if u in members or u in region.exits]
         key = _storage(node)
         first[key] = min([first.get(key, order[exit]), *readers, order[exit]])
         if node in (region.product.x, region.product.weight, region.product.bias):

@@ -14,9 +14,9 @@ def forbid_double_backward() -> None:
 
 
 def scaled(saved: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """New tensor `saved * factor` in `dtype`, rounded once; `factor` has at least one dim and broadcasts.
-    `out=` keeps the product from appearing in float32 first, and leaves `saved` as it is for another
-    backward.
+    """New tensor `saved * factor` in `dtype`, rounded once; `factor` is wide, has a dim and broadcasts.
+
+    `out=` keeps a float32 product from being allocated first, and leaves `saved` for another backward.
     """
     return torch.mul(saved, factor, out=torch.empty_like(saved, dtype=dtype))
 

@@ -26,9 +26,7 @@ def check_projection(x: Tensor, weight: Tensor, bias: Tensor | None, logits: Ten
         if other is not None and other.dtype != x.dtype:
             raise TypeError(f"x and {name} must have one dtype, got {x.dtype} and {other.dtype}")
     if x.dim() != 2 or weight.dim() != 2:
-        raise ValueError(
-            f"x and weight must be [N, H] and [V, H], got {tuple(x.shape)} and {tuple(weight.shape)}"
-        )
+        raise ValueError(f"x and weight must be [N, H] and [V, H], got {tuple(x.shape)} and {tuple(weight.shape)}")
     torch._check_value(
         x.shape[1] == weight.shape[1],
         lambda: f"x and weight must agree in their last size, got {tuple(x.shape)} and {tuple(weight.shape)}",
@@ -53,7 +51,5 @@ def check_rows(rows: int, target: Tensor, row_weight: Tensor | None = None) -> N
         if values is not None:
             torch._check_value(
                 values.dim() == 1 and values.shape[0] == rows,
-                lambda name=name, values=values: (
-                    f"{name} must be [{rows}], one per row, got {tuple(values.shape)}"
-                ),
+                lambda name=name, values=values: f"{name} must be [{rows}], one per row, got {tuple(values.shape)}",
             )

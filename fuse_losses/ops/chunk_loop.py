@@ -65,11 +65,13 @@ def chunk_logits(projection: Projection, part: slice, buffer: Tensor) -> Tensor:
 
 def forward_loop(projection: Projection, chunk_rows: int, visit: Callable[[slice, Tensor], None]) -> None:
     """Call `visit(part, logits)` for every chunk; `logits` [C, V] is only to be read."""
-    given = projection.logits is not None
-    buffer = (
-        projection.x if given else chunk_buffer(projection, chunk_rows)
-    )  # not used where the logits are given
-    for part in parts(projection.x.shape[0], chunk_rows):
+    rows = projection.x.shape[0]
+    if projection.logits is not None:
+        for part in parts(rows, chunk_rows):
+            visit(part, projection.logits[part])
+        return
+    buffer = chunk_buffer(projection, chunk_rows)
+    for part in parts(rows, chunk_rows):
         visit(part, chunk_logits(projection, part, buffer[: part.stop - part.start]))
 
 
@@ -78,12 +80,13 @@ def gradient_loop(
     chunk_rows: int,
     needs: Needs,
     dtype: torch.dtype,
+    bias_dtype: torch.dtype,
     visit: Callable[[slice, Tensor, Tensor], None],
 ) -> Gradients:
-    """Gradients in `dtype` from `visit(part, logits, du)`, which writes the chunk's logit gradient [C, V] to
-    `du`.
+    """Gradients in `dtype`, the bias's in `bias_dtype`.
 
-    `du` has x's dtype and may be `logits` itself.
+    `visit(part, logits, du)` writes the chunk's logit gradient [C, V] to `du`, which has x's dtype and may be
+    `logits` itself.
     """
     x, weight, bias, _ = projection
     rows = x.shape[0]
@@ -91,7 +94,7 @@ def gradient_loop(
     grad_x = torch.empty_like(x, dtype=dtype) if needs.x else none
     chunks = -(-rows // chunk_rows)
     weight_sum = WeightGradient(weight, dtype, chunks, needs.accumulate) if needs.weight else None
-    bias_sum = BiasGradient(bias, dtype) if needs.bias and bias is not None else None
+    bias_sum = BiasGradient(bias, bias_dtype) if needs.bias and bias is not None else None
     buffer = chunk_buffer(projection, chunk_rows)
     for part in parts(rows, chunk_rows):
         du = buffer[: part.stop - part.start]
@@ -105,5 +108,5 @@ def gradient_loop(
     return Gradients(
         grad_x,
         none.clone() if weight_sum is None else weight_sum.result(),
-        none.clone() if bias_sum is None else bias_sum.result(),
+        none.to(bias_dtype, copy=True) if bias_sum is None else bias_sum.result(),
     )

@@ -1,5 +1,4 @@
-"""Inner operators for one target per row. They know nothing of autograd: which gradients to compute is an
-argument.
+"""Inner operators for one target per row. They know nothing of autograd: which gradients to compute is an argument.
 
 Per-row values are float32 (float64 for float64 inputs). Inside, an ambient autocast is switched off: the
 dtypes of the arguments say all.
@@ -47,6 +46,11 @@ def _row_gain(weight: Tensor) -> Tensor:
     top = weight.abs().amax() if weight.numel() else weight.new_ones(())
     usable = (top > 0) & top.isfinite()
     return torch.exp2(8.0 - torch.where(usable, top, 1.0).log2().ceil())
+
+
+def _saved_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """Dtypes in which gradients wait for the upstream gradient: for x and weight, and for the bias."""
+    return torch.float32 if dtype == torch.float16 else dtype, statistics_dtype(dtype)
 
 
 @torch.library.custom_op("fuse_losses::indexed_fwd", mutates_args=())
@@ -101,7 +105,7 @@ def indexed_fwd_grad(
     """log_prob [N], and the gradients of `sum(row_weight * -log_prob)` for x, weight and bias (shape [0] if
     not needed).
 
-    float16 gradients come back in float32: unscaled, they leave float16's range.
+    float16 gradients come back in float32 (unscaled, they leave float16's range), the bias's always do.
     """
     columns = target_columns(target, ignore_index, weight.shape[0])
     kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
@@ -118,12 +122,12 @@ def indexed_fwd_grad(
             kernels.indexed_fwd_bwd(u, columns[part], weights[part], how, log_prob[part], du)
 
         needs = Needs(need_x, need_weight, need_bias, accumulate)
-        saved = torch.float32 if half else x.dtype
-        grads = gradient_loop(Projection(x, weight, bias, logits), chunk_rows, needs, saved, visit)
+        dtypes = _saved_dtypes(x.dtype)
+        grads = gradient_loop(Projection(x, weight, bias, logits), chunk_rows, needs, *dtypes, visit)
         if gain is not None:
             for grad in grads:
                 grad.div_(gain)
-    return log_prob, *grads
+    return log_prob, grads.x, grads.weight, grads.bias
 
 
 @indexed_fwd_grad.register_fake
@@ -131,10 +135,9 @@ def _(
     x, weight, bias, target, row_weight, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate,
     need_x, need_weight, need_bias,
 ):  # fmt: skip
-    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
     return (
         *_row_values(x, x.shape[0], 1),
-        *_fake_gradients(x, weight, bias, need_x, need_weight, need_bias, dtype),
+        *_fake_gradients(x, weight, bias, need_x, need_weight, need_bias, *_saved_dtypes(x.dtype)),
     )
 
 
@@ -172,7 +175,8 @@ def indexed_bwd(
             )  # fmt: skip
 
         needs = Needs(need_x, need_weight, need_bias, accumulate)
-        return tuple(gradient_loop(Projection(x, weight, bias, None), chunk_rows, needs, x.dtype, visit))
+        grads = gradient_loop(Projection(x, weight, bias, None), chunk_rows, needs, x.dtype, x.dtype, visit)
+    return grads.x, grads.weight, grads.bias
 
 
 @indexed_bwd.register_fake
@@ -180,14 +184,14 @@ def _(
     grad_log_prob, grad_lse, x, weight, bias, target, row_max, log_sum, squash, inner, outer, ignore_index,
     chunk_rows, accumulate, need_x, need_weight, need_bias,
 ):  # fmt: skip
-    return _fake_gradients(x, weight, bias, need_x, need_weight, need_bias, x.dtype)
+    return _fake_gradients(x, weight, bias, need_x, need_weight, need_bias, x.dtype, x.dtype)
 
 
-def _fake_gradients(x, weight, bias, need_x, need_weight, need_bias, dtype):
+def _fake_gradients(x, weight, bias, need_x, need_weight, need_bias, dtype, bias_dtype):
     return (
         torch.empty_like(x, dtype=dtype) if need_x else x.new_empty(0, dtype=dtype),
         torch.empty_like(weight, dtype=dtype) if need_weight else x.new_empty(0, dtype=dtype),
-        x.new_empty(bias.shape if need_bias and bias is not None else 0, dtype=dtype),
+        x.new_empty(bias.shape if need_bias and bias is not None else 0, dtype=bias_dtype),
     )
 
 
@@ -212,9 +216,7 @@ def given_fwd(
     log_prob, row_max, log_sum = _row_values(logits, logits.shape[0], 3)
     with _no_autocast(logits):
         for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
-            kernels.indexed_fwd(
-                logits[part], columns[part], how, log_prob[part], row_max[part], log_sum[part]
-            )
+            kernels.indexed_fwd(logits[part], columns[part], how, log_prob[part], row_max[part], log_sum[part])
     return log_prob, row_max, log_sum
 
 
@@ -252,7 +254,5 @@ def given_bwd(
 
 
 @given_bwd.register_fake
-def _(
-    grad_log_prob, grad_lse, logits, target, row_max, log_sum, squash, inner, outer, ignore_index, chunk_rows
-):
+def _(grad_log_prob, grad_lse, logits, target, row_max, log_sum, squash, inner, outer, ignore_index, chunk_rows):
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

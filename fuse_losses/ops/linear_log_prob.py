@@ -15,9 +15,7 @@ SCHEMA = (
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate
-    ):
+    def forward(ctx, x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate):
         log_prob, row_max, log_sum = indexed_fwd(
             x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows
         )
@@ -36,9 +34,7 @@ class _LinearLogProb(torch.autograd.Function):
         return *[grad if need else None for grad, need in zip(grads, needs, strict=True)], *[None] * 8
 
 
-def linear_log_prob(
-    x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate
-):
+def linear_log_prob(x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate):
     """(log_prob, lse) [N] in float32 (float64 for float64). Arguments as the package says."""
     check_how(squash, chunk_rows, accumulate)
     check_projection(x, weight, bias, logits)

@@ -36,9 +36,7 @@ class _LinearNllSum(torch.autograd.Function):
                 x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows
             )
             grads = [None, None, None]
-        saved = [
-            grad if need else None for grad, need in zip(grads, (need_x, need_weight, need_bias), strict=True)
-        ]
+        saved = [grad if need else None for grad, need in zip(grads, (need_x, need_weight, need_bias), strict=True)]
         ctx.save_for_backward(target, log_prob if need_row_weight else None, *saved)
         ctx.ignore_index = ignore_index
         ctx.dtype = x.dtype
@@ -77,7 +75,5 @@ def linear_nll_sum(
             x, weight, bias, target, row_weight, logits, squash, inner, outer, ignore_index, chunk_rows,
             accumulate,
         )  # fmt: skip
-    log_prob, _, _ = indexed_fwd(
-        x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows
-    )
+    log_prob, _, _ = indexed_fwd(x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows)
     return _weighted_sum(log_prob, row_weight)

@@ -14,9 +14,7 @@ def target_columns(target: Tensor, ignore_index: int, vocab: int) -> Tensor:
     wrong = kept & ((target < 0) | (target >= vocab))
     if target.device.type == "cpu":
         if wrong.any():
-            raise IndexError(
-                f"Target {int(target[wrong][0])} is out of bounds. Expected 0 <= target < {vocab}."
-            )
+            raise IndexError(f"Target {int(target[wrong][0])} is out of bounds. Expected 0 <= target < {vocab}.")
     else:
         torch._assert_async(~wrong.any(), f"a target is out of bounds, expected 0 <= target < {vocab}")
     return torch.where(kept, target, -1).to(torch.int64).contiguous()

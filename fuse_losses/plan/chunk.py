@@ -8,8 +8,7 @@ _MOST_ROWS = 8192
 
 
 def default_chunk_rows(vocab: int, itemsize: int, device_type: str) -> int:
-    """Rows per chunk: a power of two, at most 8192, whose buffer fits the device's target unless the floor is
-    larger.
+    """Rows per chunk: a power of two, at most 8192, whose buffer fits the device's target unless the floor is larger.
 
     On a CPU the buffer should stay in cache (8 MiB, at least 32 rows). On an accelerator a chunk below about
     a thousand rows leaves the matrix units idle and re-reads the weight too often (512 MiB, at least 1024

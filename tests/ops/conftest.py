@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -68,6 +69,13 @@ class Problem:
         )
 
 
+@pytest.fixture(autouse=True)
+def no_compile_caches():
+    """A cached graph would hide a change of an inner operator: its key knows the operator's name only."""
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
 @pytest.fixture
 def make_problem():
     def make(
@@ -93,25 +101,24 @@ def make_problem():
 
 @pytest.fixture
 def assert_as_good_as_eager():
-    """Error against the oracle at most twice eager's own, give or take a few roundings in float32.
+    """Error against the oracle at most twice eager's own, in norm and in the largest element.
 
-    The norm is judged so, and the largest element with one more rounding of the result's dtype: which element
-    is rounded which way is luck. In float64 eager is the oracle, and only the roundings are left.
+    One rounding of the result's dtype is allowed on top, unless `strict`: gradients at the targets of a large
+    vocabulary are all but equal, so that one lucky rounding of eager's serves them all. In float64 eager is
+    the oracle, and only roundings of the products are left.
     """
 
-    def check(ours, eager, oracle) -> None:
+    def check(ours, eager, oracle, strict=False) -> None:
         assert len(ours) == len(eager) == len(oracle)
         for i, (a, b, c) in enumerate(zip(ours, eager, oracle, strict=True)):
             assert a.dtype == b.dtype and a.shape == b.shape, (i, a.dtype, b.dtype, a.shape, b.shape)
             if c.numel() == 0:
                 continue
             c = c.double()
-            roundings = 64 * 2**-53 if a.dtype == torch.float64 else 4 * 2**-23
+            slack = 1024 * 2**-53 if a.dtype == torch.float64 else 4 * 2**-23
+            slack += 0 if strict else torch.finfo(a.dtype).eps / 2
             error, allowed = a.double() - c, b.double() - c
-            for measure, slack in (
-                (torch.norm, roundings),
-                (_largest, roundings + torch.finfo(a.dtype).eps / 2),
-            ):
+            for measure in (torch.norm, _largest):
                 got, limit = measure(error).item(), (2 * measure(allowed) + slack * measure(c)).item()
                 assert got <= limit, f"result {i}, {measure.__name__}: error {got:.3g}, limit {limit:.3g}"
 

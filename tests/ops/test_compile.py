@@ -14,8 +14,7 @@ def loss(problem, x, weight, bias, target):
     return 0.3 * total / (target != problem.ignore_index).sum() + (log_prob * lse).sum() - given.mean()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dynamic, dtype", [(False, torch.float32), (True, torch.bfloat16)], ids=str)
 def test_compiled_matches_eager(make_problem, dynamic, dtype):
     compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic)
     for rows in (13, 22) if dynamic else (13,):

@@ -57,7 +57,10 @@ def test_dtypes_and_squashes(make_problem, check, dtype, squash):
 
 @pytest.mark.parametrize("chunk_rows", [64, 512, 4096])
 def test_bfloat16_weight_gradient_does_not_degrade_with_chunks(make_problem, check, chunk_rows):
-    check(make_problem(rows=4096, hidden=256, vocab=1009, dtype=torch.bfloat16, bias=True, device=DEVICE), chunk_rows)
+    check(
+        make_problem(rows=4096, hidden=256, vocab=1009, dtype=torch.bfloat16, bias=True, device=DEVICE),
+        chunk_rows,
+    )
 
 
 def test_strided_weight(make_problem, check):
@@ -141,7 +144,7 @@ def test_peak_memory():
         torch.cuda.reset_peak_memory_stats()
         step(which)
         peak = torch.cuda.max_memory_allocated() - before
-        # one chunk of logits, the weight's sum in float32, the gradients (saved and scaled), O(N) and a workspace
+        # one chunk of logits, the weight's sum in float32, the gradients (saved, scaled), O(N), a workspace
         allowed = 2 * chunk_rows * vocab + 4 * vocab * hidden + copies * gradients + (40 << 20)
         assert peak <= allowed < 2 * rows * vocab, (which, peak >> 20, allowed >> 20)
 

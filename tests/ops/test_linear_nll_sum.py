@@ -57,6 +57,7 @@ def test_bfloat16_weight_gradient_does_not_degrade_with_chunks(make_problem, ass
         gradients(problem.nll_sum(ours, chunk_rows), ours, upstream),
         gradients(problem.eager(eager)[0], eager, upstream),
         gradients(problem.eager(oracle)[0], oracle, upstream),
+        strict=True,
     )
 
 

@@ -24,9 +24,7 @@ def indexed_fwd(
     """Write `row_max`, `log_sum = log(sum(exp(z - row_max)))` and `log_prob = z[column] - lse` (0 without a
     column).
     """
-    z = squash_into(
-        logits, squash, torch.empty(logits.shape, dtype=log_prob.dtype, device=logits.device)
-    )  # [C, V]
+    z = squash_into(logits, squash, torch.empty(logits.shape, dtype=log_prob.dtype, device=logits.device))  # [C, V]
     picked = _pick(z, column)
     row_max.copy_(_finite_max(z))
     torch.sum(_exp_(z, row_max), 1, out=log_sum).log_()
@@ -43,9 +41,7 @@ def indexed_bwd(
     squash: Squash,
     out: Tensor,
 ) -> None:
-    """Write `(on_all * p + on_target * onehot(column)) * dz/du` to `out`; the statistics are
-    `indexed_fwd`'s.
-    """
+    """Write `(on_all * p + on_target * onehot(column)) * dz/du` to `out`; the statistics are `indexed_fwd`'s."""
     z = squash_into(logits, squash, _work(out, on_all.dtype))  # [C, V]
     dz_du = slope(z, squash)
     _gradient_into(out, _exp_(z, row_max), on_all * log_sum.neg().exp(), column, on_target, on_all, dz_du)
@@ -111,9 +107,7 @@ def _gradient_into(
     else:
         on_target_u = on_target
     du = e.mul_(per_e.unsqueeze(1))
-    du.scatter_add_(
-        1, _in_range(column, du.shape[1]), on_target_u.unsqueeze(1)
-    )  # one column per row: no collisions
+    du.scatter_add_(1, _in_range(column, du.shape[1]), on_target_u.unsqueeze(1))  # one column per row: no collisions
     if not isinstance(dz_du, float):
         du.mul_(dz_du)
     dead = (on_target == 0) & (on_all == 0)

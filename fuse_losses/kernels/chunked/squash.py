@@ -19,9 +19,7 @@ def _tanh_(z: Tensor, inner: float, outer: float) -> Tensor:
 
 
 def _tanh_slope(z: Tensor, inner: float, outer: float) -> Tensor:
-    return (
-        torch.square(z).mul_(-inner / outer).add_(inner * outer)
-    )  # inner * outer * (1 - tanh^2), tanh = z / outer
+    return torch.square(z).mul_(-inner / outer).add_(inner * outer)  # inner * outer * (1 - tanh^2), tanh = z / outer
 
 
 _SQUASHES = {"identity": (_identity_, _identity_slope), "tanh": (_tanh_, _tanh_slope)}

@@ -162,9 +162,7 @@ def indexed_bwd(
     squash: Squash,
     out: Tensor,
 ) -> None:
-    """Write `(on_all * p + on_target * onehot(column)) * dz/du` to `out`; the statistics are
-    `indexed_fwd`'s.
-    """
+    """Write `(on_all * p + on_target * onehot(column)) * dz/du` to `out`; the statistics are `indexed_fwd`'s."""
     rows, vocab = logits.shape
     block = block_size(vocab)
     function, slope = SQUASHES[squash.name]

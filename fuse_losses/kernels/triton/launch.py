@@ -14,8 +14,6 @@ def _warp_size(device: torch.device) -> int:
 
 
 def num_warps(block: int, device: torch.device) -> int:
-    """Warps for a tile of `block` columns; a warp has 64 lanes on some AMD devices, and a program 1024
-    threads.
-    """
+    """Warps for a tile of `block` columns; a warp has 64 lanes on some AMD devices, and a program 1024 threads."""
     warp = _warp_size(device)
     return max(1, min(block // (_LANES_ELEMENTS * warp), _MOST_THREADS // warp))

@@ -1,0 +1,63 @@
+"""The algebra, evaluated: what a functional is worth, in float64 and the plainest PyTorch. Refs are tensors here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fuse_losses.head.algebra import Functional, LogitMap, Logits, LogProb, LogSumExp, RowStep, Selected
+
+SQUASHES = {"identity": lambda u: u, "tanh": torch.tanh}
+
+
+def evaluate(functional: Functional, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The functional over x [*rows, H], weight [V, H] and bias [V]: a value per row, or a scalar for a loss."""
+    z = logits(functional.logits, x, weight, bias)
+    if isinstance(functional, LogSumExp):
+        return z.logsumexp(-1)
+    target = functional.target.reshape(z.shape[:-1])
+    if isinstance(functional, Selected):
+        return _pick(z, target, functional.wraps)
+    kept = torch.ones_like(target, dtype=torch.bool)
+    if functional.ignore_index is not None:
+        kept = target != functional.ignore_index
+    wraps = isinstance(functional, LogProb) and functional.wraps
+    log_prob = _pick(z.log_softmax(-1), torch.where(kept, target, 0), wraps)
+    log_prob = torch.where(kept, functional.factor * log_prob, 0.0)
+    if isinstance(functional, LogProb):
+        return log_prob
+    return -log_prob.sum() / (kept.sum() if functional.mean else 1)
+
+
+def logits(head: Logits, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[*rows, V] of what the head says, the vocabulary last."""
+    z = x.double() @ weight.double().t()
+    for extra in (bias, head.bias):
+        if extra is not None:
+            z = z + extra.double().reshape(-1)
+    z = mapped(head.map, z)
+    for step in head.rows:
+        z = stepped(step, z)
+    return z.detach() if head.detached else z
+
+
+def mapped(map: LogitMap, u: Tensor) -> Tensor:
+    """outer * squash(inner * u)."""
+    return map.outer * SQUASHES[map.squash](map.inner * u)
+
+
+def stepped(step: RowStep, rows: Tensor) -> Tensor:
+    """The view of [*rows, last] that leaves its last dim alone."""
+    if step.kind == "reshape":
+        return rows.reshape(*step.args, rows.shape[-1])
+    if step.kind == "permute":
+        return rows.permute(*step.args, rows.dim() - 1)
+    return {"slice": torch.ops.aten.slice, "select": torch.select, "unsqueeze": torch.unsqueeze}[step.kind](
+        rows, *step.args
+    )
+
+
+def _pick(values: Tensor, target: Tensor, wraps: bool) -> Tensor:
+    if wraps:
+        target = torch.where(target < 0, target + values.shape[-1], target)
+    return values.gather(-1, target.unsqueeze(-1)).squeeze(-1)
