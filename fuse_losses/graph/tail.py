@@ -1,9 +1,9 @@
-"""The tail: everything behind a product, retraced to ATen so that every spelling of a loss looks the same."""
+"""The tail: everything behind the products of a graph, retraced to ATen so that every spelling of a loss looks the same."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +17,18 @@ from fuse_losses.graph.products import Product, is_tensor
 from fuse_losses.report.decline import Declined
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
-MAX_TAIL = 400  # a loss is short; what is longer is the body of a model behind a false head
+MAX_TAIL = 4000  # losses are short, but row loops unroll; what is longer is the body of a model behind a false head
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The part of the graph that depends on `product`, in Dynamo's nodes and in ATen's.
+    """The part of the graph that depends on `products`, in Dynamo's nodes and in ATen's.
 
-    graph: functional ATen graph; inputs: its placeholders and the Dynamo nodes they stand for (the product among
+    graph: functional ATen graph; inputs: its placeholders and the Dynamo nodes they stand for (the products among
     them); results: the ATen value of each Dynamo node of the tail; opaque: tail nodes that could not be retraced.
     """
 
-    product: Product
+    products: tuple[Product, ...]
     graph: fx.Graph
     nodes: tuple[fx.Node, ...]
     inputs: dict[fx.Node, fx.Node]
@@ -36,20 +36,27 @@ class Tail:
     opaque: dict[fx.Node, str] = field(default_factory=dict)
 
     @property
-    def logits(self) -> fx.Node:
-        return next(aten for aten, dynamo in self.inputs.items() if dynamo is self.product.node)
+    def sources(self) -> dict[fx.Node, Product]:
+        """The ATen placeholders that are logits."""
+        made = {p.node: p for p in self.products}
+        return {aten: made[dynamo] for aten, dynamo in self.inputs.items() if dynamo in made}
+
+    def aten(self, node: fx.Node) -> fx.Node | None:
+        """The ATen value of a product or of a node of the tail."""
+        if node in self.results:
+            return self.results[node]
+        return next((aten for aten, dynamo in self.inputs.items() if dynamo is node), None)
 
 
-def retrace(gm: fx.GraphModule, product: Product) -> Tail:
-    """Retrace what depends on `product` under the tracing context's fake mode; raises Declined."""
-    nodes = _dependents(gm.graph, product.node)
+def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
+    """Retrace what depends on the products under the tracing context's fake mode; raises Declined."""
+    made = [p.node for p in products]
+    nodes = _dependents(gm.graph, made)
     if len(nodes) > MAX_TAIL:
-        raise Declined(
-            "opaque", f"more than {MAX_TAIL} operations depend on this product", calls.user_line(product.node)
-        )
+        raise Declined("opaque", f"more than {MAX_TAIL} operations depend on the head", calls.user_line(made[0]))
     factories = _factories(gm.graph, nodes)
     inside = {*nodes, *factories}
-    inputs = [product.node]
+    inputs = list(made)
     for node in gm.graph.nodes:
         if node in inside:
             inputs.extend(a for a in node.all_input_nodes if a not in inside and a not in inputs and _has_value(a))
@@ -73,7 +80,7 @@ def retrace(gm: fx.GraphModule, product: Product) -> Tail:
     outputs = output.args[0]
     outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
     return Tail(
-        product,
+        tuple(products),
         traced.graph,
         tuple(nodes),
         dict(zip(placeholders, inputs, strict=True)),
@@ -82,8 +89,8 @@ def retrace(gm: fx.GraphModule, product: Product) -> Tail:
     )
 
 
-def _dependents(graph: fx.Graph, root: fx.Node) -> list[fx.Node]:
-    depends = {root}
+def _dependents(graph: fx.Graph, roots: Sequence[fx.Node]) -> list[fx.Node]:
+    depends = set(roots)
     found = []
     for node in graph.nodes:
         if node.op != "output" and node not in depends and any(a in depends for a in node.all_input_nodes):

@@ -58,8 +58,9 @@ class RowStep:
 
 @dataclass(frozen=True)
 class Logits:
-    """One [*rows, V] tensor of logits: the product of the region, its bias, its map, and which rows of it."""
+    """One [*rows, V] tensor of logits: a product, its bias, its map, and which rows of it."""
 
+    product: Ref = None
     map: LogitMap = LogitMap()
     bias: Ref | None = None
     rows: tuple[RowStep, ...] = ()

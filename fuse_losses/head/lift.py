@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -78,10 +78,10 @@ class Lift:
         return cast(Wide, self.values[cast(fx.Node, node.args[0])])
 
 
-def lift(graph: fx.Graph, logits: fx.Node, vocab_dim: int, cut: Iterable[fx.Node]) -> dict[fx.Node, Lifted]:
-    """Interpret `graph` with `logits` wide at `vocab_dim`; `cut` are the nodes behind which no gradient flows."""
+def lift(graph: fx.Graph, sources: Mapping[fx.Node, tuple[Any, int]], cut: Iterable[fx.Node]) -> dict[fx.Node, Lifted]:
+    """Interpret `graph`; `sources` are the logits with their product and vocabulary dim, `cut` get no gradient."""
     cuts = set(cut)
-    state = Lift({logits: Wide("logits", Logits(detached=logits in cuts), vocab_dim)})
+    state = Lift({n: Wide("logits", Logits(p, detached=n in cuts), dim) for n, (p, dim) in sources.items()})
     for node in graph.nodes:
         if node.op != "call_function":
             continue
