@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +17,10 @@ _PASS = "joint_custom_post_pass"
 
 
 class KeptForBackward(CustomGraphPass):
-    """Changes no graph: its uuid keeps Inductor's caches apart from graphs whose saved tensors may be overwritten.
+    """Changes no graph: its uuid keeps Inductor's caches apart from graphs that would be compiled otherwise.
 
-    Inductor's cache key does not tell donated buffers from kept ones, and a backward compiled for donated buffers
-    writes into what a second backward reads.
+    The caches know an operator by its name, not by what this version of it returns; and they do not tell donated
+    buffers from kept ones, while a backward compiled for donated buffers writes into what a second backward reads.
     """
 
     def __init__(self, inner: CustomGraphPass | None = None) -> None:
@@ -28,7 +31,17 @@ class KeptForBackward(CustomGraphPass):
             self.inner(graph)
 
     def uuid(self) -> Any:
-        return ("fuse_losses", "kept_for_backward", 1, None if self.inner is None else self.inner.uuid())
+        return ("fuse_losses", "kept_for_backward", _fingerprint(), None if self.inner is None else self.inner.uuid())
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """A digest of the operators' sources."""
+    digest = hashlib.sha256()
+    root = pathlib.Path(__file__).parent
+    for path in sorted([*root.glob("ops/*.py"), *root.glob("kernels/**/*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def compile_with_inductor(
