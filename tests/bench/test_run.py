@@ -14,6 +14,8 @@ from fuse_losses.bench.measure import MIB, peak_memory, time_step, trace_memory
 from fuse_losses.bench.peers import PEERS
 from fuse_losses.bench.workloads import FORWARD, FULL, HEADS, WORKLOADS, linear_ce
 
+MISSING = ("not installed", "needs CUDA")
+
 
 def smoke(workload: str, *peers: str):
     quiet = Console(file=io.StringIO())
@@ -25,7 +27,7 @@ def smoke(workload: str, *peers: str):
 def test_every_peer_agrees_on_the_loss(workload: str) -> None:
     record = smoke(workload, "eager", "inductor", "liger", "fuse_losses")
     assert {row.status for row in record.rows if row.peer != "liger"} == {"ok"}
-    assert all(row.status in ("not installed", "needs CUDA") for row in record.rows if row.peer == "liger")
+    assert all(row.status in MISSING for row in record.rows if row.peer == "liger")
     measured = [row for row in record.rows if row.status == "ok"]
     assert all(row.timing.median > 0 and row.peak_mib > 0 for row in measured)
     losses = torch.tensor([row.loss for row in measured], dtype=torch.float64)
