@@ -64,6 +64,7 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab
         num_key_value_heads=kv_heads,
         vocab_size=vocab,
         tie_word_embeddings=True,
+        use_cache=False,
     )
 
 
@@ -146,7 +147,9 @@ def train(backend: str, setup: Setup, batches: list[torch.Tensor], tick: Callabl
     torch.manual_seed(0)
     model = LlamaForCausalLM(setup.config).to(setup.device, setup.dtype)
     if setup.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers is renaming it
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=setup.rate, fused=True)
 
     def loss_of(labels: torch.Tensor) -> torch.Tensor:
