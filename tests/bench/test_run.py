@@ -62,17 +62,18 @@ def test_the_clock_leaves_out_what_comes_before() -> None:
     assert timing.p20 <= timing.median <= timing.p80 and timing.repeats == 5
 
 
-def test_memory_is_counted_above_the_start() -> None:
-    resident = torch.ones(8 * MIB, dtype=torch.int8)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_memory_is_counted_above_the_start(device: str) -> None:
+    resident = torch.ones(8 * MIB, dtype=torch.int8, device=device)
 
     def step() -> None:
-        first = torch.ones(2 * MIB, dtype=torch.int8)
-        second = torch.ones(1 * MIB, dtype=torch.int8)
+        first = torch.ones(2 * MIB, dtype=torch.int8, device=device)
+        second = torch.ones(1 * MIB, dtype=torch.int8, device=device)
         del first, second
-        torch.ones(MIB // 2, dtype=torch.int8)
+        torch.ones(MIB // 2, dtype=torch.int8, device=device)
 
-    trace = trace_memory(step, "cpu")
+    trace = trace_memory(step, device)
     assert (trace.peak, trace.largest) == (3 * MIB, 2 * MIB)
     assert trace.points[-1][1] == 0
-    assert peak_memory(step, "cpu") == 3 * MIB
+    assert peak_memory(step, device) == 3 * MIB
     assert resident.numel() == 8 * MIB
