@@ -14,6 +14,7 @@ import random
 import statistics
 import sysconfig
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,7 @@ class Setup:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     tolerance: float = 1e-4
+    checkpointing: bool = False  # of the layers' activations, as long sequences are trained
 
     @property
     def logits_mib(self) -> float:
@@ -62,6 +64,7 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab
         num_key_value_heads=kv_heads,
         vocab_size=vocab,
         tie_word_embeddings=True,
+        use_cache=False,
     )
 
 
@@ -70,8 +73,17 @@ def choose_setup(tiny: bool) -> Setup:
         return Setup("toy Llama", llama(32, 64, 1, 2, 1, 8_192), length=128, vocab=8_192, text_mb=2)
     if not torch.cuda.is_available():
         return Setup("small Llama", llama(128, 384, 2, 4, 2, 32_000))
-    one_b = llama(2048, 8192, 16, 32, 8, 128_256)  # the shape of Llama-3.2-1B
-    return Setup("1B Llama", one_b, 2, 4096, rate=1e-5, device="cuda", dtype=torch.bfloat16, tolerance=1e-2)
+    return Setup(
+        "1B Llama with gradient checkpointing",
+        llama(2048, 8192, 16, 32, 8, 128_256),  # the shape of Llama-3.2-1B
+        batch=4,
+        length=4096,
+        rate=1e-5,
+        device="cuda",
+        dtype=torch.bfloat16,
+        tolerance=1e-2,
+        checkpointing=True,
+    )
 
 
 def stdlib_texts(megabytes: int) -> list[str]:
@@ -134,6 +146,10 @@ def train(backend: str, setup: Setup, batches: list[torch.Tensor], tick: Callabl
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = LlamaForCausalLM(setup.config).to(setup.device, setup.dtype)
+    if setup.checkpointing:
+        # transformers is renaming it
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=setup.rate, fused=True)
 
     def loss_of(labels: torch.Tensor) -> torch.Tensor:
@@ -229,6 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a toy model on the CPU, in seconds")
     args = parser.parse_args(argv)
     setup, console = choose_setup(args.tiny), Console()
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # the model is in bfloat16 there
 
     with console.status("Training a tokenizer on the standard library"):
         texts = stdlib_texts(setup.text_mb)

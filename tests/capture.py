@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,8 @@ def listing(gm: fx.GraphModule) -> str:
         else:
             given = [*map(_text, node.args), *(f"{k}={_text(v)}" for k, v in node.kwargs.items())]
             lines.append(f"{node.name} = {target}({', '.join(given)})")
-    return "\n".join(lines) + "\n"
+    wrapped = [textwrap.fill(line, 110, subsequent_indent="    ", break_long_words=False) for line in lines]
+    return "\n".join(wrapped) + "\n"
 
 
 def _text(value: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from torch import Tensor
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden [N, H], weight [V, H], labels [N]) -> mean loss
 OURS = "fuse_losses"
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def plain_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -62,7 +64,7 @@ class Peer:
             return "needs CUDA"
         return "" if self.feature() else f"not in {self.package} {version(self.package)}"
 
-    def compile(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def compile(self, function: Callable[P, R]) -> Callable[P, R]:
         if self.backend is None:
             return function
         return torch.compile(function, backend=self.backend, options=dict(self.options) or None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from rich.console import Console
 
@@ -9,7 +11,7 @@ from fuse_losses.bench.measure import MIB, clear, copy_bandwidth, matmul_rate, p
 from fuse_losses.bench.peers import OURS, PEERS, Peer
 from fuse_losses.bench.record import Record, Row, here
 from fuse_losses.bench.table import text_tables
-from fuse_losses.bench.workloads import WORKLOADS, Case
+from fuse_losses.bench.workloads import WORKLOADS, Case, NotApplicable
 
 
 class BenchError(ValueError):
@@ -27,6 +29,7 @@ def run(
     console: Console | None = None,
 ) -> Record:
     """Measure `workload` and print its tables. A peer that is missing or fails is a row that says so."""
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # no product here is in float32
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     console = console or Console()
     if workload not in WORKLOADS:
@@ -76,8 +79,11 @@ def _measure(case: Case, peer: Peer, device: str, repeats: int, floor: float | N
         loss = step.run().item()
         step.clear()
         timing = time_step(step.run, device, repeats, warmup=3, before=step.clear)
-        step.clear()
-        peak = (peak_memory(step.run, device) - step.discount) / MIB
+        if not step.gradients_stay:
+            step.clear()
+        peak = peak_memory(step.run, device) / MIB
+    except NotApplicable as reason:
+        return Row(**row, status=str(reason))
     except Exception as error:  # a peer's failure is a result, and is written down as one
         return Row(**row, status=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
     return Row(**row, timing=timing, peak_mib=peak, loss=loss, fused=_fused() if peer.name == OURS else None)

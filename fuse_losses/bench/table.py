@@ -9,17 +9,17 @@ from rich.table import Table
 from fuse_losses.bench.peers import OURS
 from fuse_losses.bench.record import Record, Row
 
-HEADER = ("peer", "ms", "p20 - p80", "x floor", "peak MiB", "loss")
+HEADER = ("peer", "ms", "spread", "x floor", "peak MiB", "loss")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """One row in the order of HEADER; a peer without numbers says why."""
+    """One row in the order of HEADER; a peer without numbers says why. The spread is from p20 to p80."""
     if row.timing is None:
-        return (row.peer, row.status, "", "", "", "")
+        return (f"{row.peer}: {row.status}", "", "", "", "", "")
     return (
-        row.peer if row.fused is None else f"{row.peer} ({row.fused} fused)",
+        row.peer if row.fused != 0 else f"{row.peer}: nothing fused",
         f"{row.timing.median:,.2f}",
-        f"{row.timing.p20:,.2f} - {row.timing.p80:,.2f}",
+        f"{(row.timing.p80 - row.timing.p20) / row.timing.median:.0%}",
         f"{row.ratio:.2f}" if row.ratio else "",
         f"{row.peak_mib:,.0f}",
         f"{row.loss:.4f}",

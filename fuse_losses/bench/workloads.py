@@ -19,11 +19,18 @@ FORWARD = "forward, no gradient"
 
 @dataclass(frozen=True)
 class Step:
-    """A step to time. `clear` drops the gradients, untimed; `discount` bytes do not count as memory."""
+    """A step to time. `clear` drops the gradients, untimed.
+
+    Where `gradients_stay`, those of the step before are resident while the memory is measured, and so do not count.
+    """
 
     run: Callable[[], Tensor]
     clear: Callable[[], None]
-    discount: int = 0
+    gradients_stay: bool = False
+
+
+class NotApplicable(Exception):
+    """A peer that cannot do a case; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -128,48 +135,51 @@ SMOKE_LLAMA: dict[str, Any] = {
 
 
 def llama_1b(tokens: int | None = None, smoke: bool = False) -> Workload:
-    """Steps of an unmodified LlamaForCausalLM in bf16; memory is counted over weights and gradients."""
+    """Steps of an unmodified LlamaForCausalLM in bf16; memory is counted over weights and gradients.
+
+    Once the compiled function returns the loss alone, once what the model returns: the logits too.
+    """
     length = 64 if smoke else 4096
     tokens = tokens or (128 if smoke else 16384)
     config = SMOKE_LLAMA if smoke else LLAMA_1B
 
-    def build(peer: Peer, device: str) -> Step:
-        return _llama_step(peer, device, config, batch=tokens // length, length=length)
+    def case(logits: bool) -> Case:
+        name = f"T={tokens}, {'loss and logits' if logits else 'loss'} returned"
+        return Case(name, FULL, lambda peer, device: _llama_step(peer, device, config, tokens, length, logits))
 
     parameters = {"config": config, "tokens": tokens, "sequence": length, "dtype": "bfloat16"}
-    return Workload("llama-1b", parameters, (Case(f"T={tokens}", FULL, build),))
+    return Workload("llama-1b", parameters, (case(logits=False), case(logits=True)))
 
 
-def _llama_step(peer: Peer, device: str, config: dict[str, Any], batch: int, length: int) -> Step:
+def _llama_step(peer: Peer, device: str, config: dict[str, Any], tokens: int, length: int, logits: bool) -> Step:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    own_head = peer.head is not plain_head
+    if own_head and logits:
+        raise NotApplicable("has no logits to return")
     torch.manual_seed(0)
     with torch.device(device):
         model: Any = LlamaForCausalLM(LlamaConfig(**config))
         model = model.to(torch.bfloat16)
-        ids = torch.randint(config["vocab_size"], (batch, length))
+        ids = torch.randint(config["vocab_size"], (tokens // length, length))
     gradient = upstream(device)
 
-    def loss_of(ids: Tensor) -> Tensor:
-        if peer.head is plain_head:
-            return model(input_ids=ids, labels=ids).loss
-        hidden = model.model(input_ids=ids).last_hidden_state
-        labels = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]  # as transformers shifts them
-        return peer.head(hidden.flatten(0, 1), model.lm_head.weight, labels.flatten())
+    def outputs(ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        if own_head:
+            hidden = model.model(input_ids=ids).last_hidden_state
+            labels = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]  # as transformers shifts them
+            return peer.head(hidden.flatten(0, 1), model.lm_head.weight, labels.flatten()), None
+        output = model(input_ids=ids, labels=ids)
+        return output.loss, output.logits if logits else None
 
-    compiled = peer.compile(loss_of)
+    compiled = peer.compile(outputs)
 
     def run() -> Tensor:
-        loss = compiled(ids)
+        loss, _kept = compiled(ids)
         loss.backward(gradient.to(loss.dtype))
         return loss.detach()
 
-    parameters = list(model.parameters())
-    return Step(
-        run,
-        clear=lambda: model.zero_grad(set_to_none=True),
-        discount=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
-    )
+    return Step(run, clear=lambda: model.zero_grad(set_to_none=True), gradients_stay=True)
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {"llama-1b": llama_1b, "linear-ce": linear_ce}

@@ -46,9 +46,11 @@ def test_only_rows_of_one_case_stand_together() -> None:
 
 def test_markdown_holds_every_number_and_where_it_comes_from() -> None:
     text = markdown(RECORD)
-    assert "| eager | 4.00 | 3.00 - 5.00 | 2.00 | 2,048 | 9.5000 |" in text
-    assert "| liger | not installed |" in text
-    assert "| fuse_losses (1 fused) |" in text
+    assert "| eager | 4.00 | 50% | 2.00 | 2,048 | 9.5000 |" in text
+    assert "| liger: not installed |" in text
+    assert "| fuse_losses | 1.00 |" in text
+    unfused = replace(RECORD, rows=(replace(ROWS[2], fused=0),))
+    assert "| fuse_losses: nothing fused | 1.00 |" in markdown(unfused)
     assert "torch 2.13.0" in text and "liger-kernel" not in text
     assert "`0123456789ab`, with uncommitted changes" in text
     assert "uncommitted" not in markdown(replace(RECORD, origin=replace(ORIGIN, dirty=False)))

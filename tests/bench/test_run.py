@@ -14,6 +14,8 @@ from fuse_losses.bench.measure import MIB, peak_memory, time_step, trace_memory
 from fuse_losses.bench.peers import PEERS
 from fuse_losses.bench.workloads import FORWARD, FULL, HEADS, WORKLOADS, linear_ce
 
+MISSING = ("not installed", "needs CUDA")
+
 
 def smoke(workload: str, *peers: str):
     quiet = Console(file=io.StringIO())
@@ -25,7 +27,7 @@ def smoke(workload: str, *peers: str):
 def test_every_peer_agrees_on_the_loss(workload: str) -> None:
     record = smoke(workload, "eager", "inductor", "liger", "fuse_losses")
     assert {row.status for row in record.rows if row.peer != "liger"} == {"ok"}
-    assert all(row.status in ("not installed", "needs CUDA") for row in record.rows if row.peer == "liger")
+    assert all(row.status in MISSING for row in record.rows if row.peer == "liger")
     measured = [row for row in record.rows if row.status == "ok"]
     assert all(row.timing.median > 0 and row.peak_mib > 0 for row in measured)
     losses = torch.tensor([row.loss for row in measured], dtype=torch.float64)
@@ -60,17 +62,18 @@ def test_the_clock_leaves_out_what_comes_before() -> None:
     assert timing.p20 <= timing.median <= timing.p80 and timing.repeats == 5
 
 
-def test_memory_is_counted_above_the_start() -> None:
-    resident = torch.ones(8 * MIB, dtype=torch.int8)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_memory_is_counted_above_the_start(device: str) -> None:
+    resident = torch.ones(8 * MIB, dtype=torch.int8, device=device)
 
     def step() -> None:
-        first = torch.ones(2 * MIB, dtype=torch.int8)
-        second = torch.ones(1 * MIB, dtype=torch.int8)
+        first = torch.ones(2 * MIB, dtype=torch.int8, device=device)
+        second = torch.ones(1 * MIB, dtype=torch.int8, device=device)
         del first, second
-        torch.ones(MIB // 2, dtype=torch.int8)
+        torch.ones(MIB // 2, dtype=torch.int8, device=device)
 
-    trace = trace_memory(step, "cpu")
+    trace = trace_memory(step, device)
     assert (trace.peak, trace.largest) == (3 * MIB, 2 * MIB)
     assert trace.points[-1][1] == 0
-    assert peak_memory(step, "cpu") == 3 * MIB
+    assert peak_memory(step, device) == 3 * MIB
     assert resident.numel() == 8 * MIB
