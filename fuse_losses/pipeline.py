@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from fuse_losses.graph import calls
 from fuse_losses.graph.products import Anchor, Product, find_anchors, value
-from fuse_losses.graph.region import Region, check_plain, check_writes, find_region, gradient_cuts
+from fuse_losses.graph.region import (
+    Region,
+    check_graph,
+    check_product,
+    check_writes,
+    find_regions,
+    gradient_cuts,
+)
+from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed, analyse, hint
 from fuse_losses.graph.tail import Tail, retrace
 from fuse_losses.head.algebra import Functional, Head
-from fuse_losses.head.lift import Lifted, Unlifted, Wide, lift
+from fuse_losses.head.lift import lift
+from fuse_losses.ops.chunked_rows import register_region
 from fuse_losses.options import Options
 from fuse_losses.plan.choose import Context, Plan, choose
 from fuse_losses.report.decline import Decline, Declined, FusionError
 from fuse_losses.report.report import HeadReport, Report, log
-from fuse_losses.rewrite.slices import ExitSlice, slice_exit
-from fuse_losses.rewrite.surgery import rewrite
+from fuse_losses.rewrite.generic import GenericWriter, loops
+from fuse_losses.rewrite.indexed import IndexedWriter
+from fuse_losses.rewrite.slices import ExitSlice, Slicer
+from fuse_losses.rewrite.surgery import erase_unused, replace_exits
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 @dataclass(frozen=True)
-class Lifting:
-    """A region with what was lifted from it, ready for plan and rewrite."""
+class Part:
+    """Exits of a region with one gradient state, how they were lifted, and the plan for them."""
 
-    region: Region
     slices: tuple[ExitSlice, ...]
     head: Head
+    plan: Plan
 
 
 def fuse(gm: fx.GraphModule, options: Options) -> tuple[fx.GraphModule, Report]:
@@ -43,10 +54,9 @@ def fuse(gm: fx.GraphModule, options: Options) -> tuple[fx.GraphModule, Report]:
         fused = _fuse_module(gm, options, report, checkpointed=False)
     except Exception as error:
         log.exception("rewriting failed; the graph goes to Inductor as it came")
-        heads = [
-            _declined(Decline("failed", f"{type(error).__name__}: {error}"), h.summary, h.where) for h in report.fused
-        ]
-        report = Report(heads or [_declined(Decline("failed", f"{type(error).__name__}: {error}"))], graphs=1)
+        failed = Decline("failed", f"{type(error).__name__}: {error}")
+        heads = [HeadReport("declined", h.summary, h.where, decline=failed) for h in report.fused]
+        report = Report([*report.declined, *heads] or [HeadReport("declined", "a head", "", decline=failed)], graphs=1)
         fused = None
         if options.strict:
             raise FusionError(str(report)) from error
@@ -69,10 +79,10 @@ def _fuse_module(gm: fx.GraphModule, options: Options, report: Report, checkpoin
             if body is not None:
                 setattr(work, name, body)
                 changed = True
-    for anchor in find_anchors(work.graph):
-        changed |= _fuse_head(work, anchor, options, report, checkpointed)
+    changed |= _fuse_heads(work, options, report, checkpointed)
     if not changed:
         return None
+    work.graph.lint()
     work.recompile()
     return work
 
@@ -80,112 +90,203 @@ def _fuse_module(gm: fx.GraphModule, options: Options, report: Report, checkpoin
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     mapped: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(gm.graph, mapped)
-    node = graph.output(output)
-    node.meta.update(next(n for n in reversed(gm.graph.nodes) if n.op == "output").meta)
+    output = graph.output(graph.graph_copy(gm.graph, mapped))
+    output.meta.update(next(n for n in reversed(gm.graph.nodes) if n.op == "output").meta)
     copy = fx.GraphModule(gm, graph)
     copy.meta.update(gm.meta)
     return copy
 
 
-def _fuse_head(gm: fx.GraphModule, anchor: Anchor, options: Options, report: Report, checkpointed: bool) -> bool:
-    product = anchor.product
-    where = calls.user_line(anchor.loss)
-    vocab = _hint(product.vocab)
-    if not anchor.hard and (vocab or 0) < options.min_vocab:
-        return False  # a router's or an attention's softmax, not a head
-    summary = f"{product.node.name} [*, {vocab}]"
-    context = Context(value(product.node).device.type, checkpointed)
+def _fuse_heads(gm: fx.GraphModule, options: Options, report: Report, checkpointed: bool) -> bool:
+    anchors = {a.product.node: a for a in find_anchors(gm.graph)}
+    products = [a.product for a in anchors.values() if _is_head(gm, a, options, report)]
+    if not products:
+        return False
     try:
-        lifting = _lift(gm, product)
-        summary = lifting.head.summary
-        plan = choose(lifting.head, context, options)
+        tail = retrace(gm, products)
+        cuts = gradient_cuts(tail)
+        analysis = analyse(tail.graph, {n: p.vocab_dim for n, p in tail.sources.items()})
+        values = lift(tail.graph, {n: (p, p.vocab_dim) for n, p in tail.sources.items()}, cuts)
+        regions = find_regions(tail, analysis)
+    except Exception as error:
+        _decline_all(products, anchors, error, report)
+        return False
+    slicer = Slicer(tail, analysis, values, cuts)
+    changed = False
+    for region in regions:
+        anchor = anchors[region.products[0].node]
+        context = Context(value(region.products[0].node).device.type, checkpointed)
+        parts = _lift(gm, slicer, region, anchor, context, options, report)
+        for part in parts:
+            _rewrite(gm.graph, region, part, analysis)
+            report.heads.append(_fused(part, calls.user_line(anchor.loss)))
+        if parts:
+            erase_unused(gm.graph, region)
+            changed = True
+    return changed
+
+
+def _is_head(gm: fx.GraphModule, anchor: Anchor, options: Options, report: Report) -> bool:
+    """Whether a product is worth a look; what is certainly not fused is reported here."""
+    vocab = hint(anchor.product.vocab) or 0
+    where = calls.user_line(anchor.loss)
+    decline: Decline | None = None
+    if vocab < options.min_vocab:
+        if anchor.hard:  # elsewhere it is a router's or an attention's softmax, no head
+            decline = Decline("small_vocab", f"{vocab} classes, fewer than min_vocab={options.min_vocab}")
+        else:
+            return False
+    try:
+        if decline is None:
+            check_graph(gm.graph, where)
+            check_product(anchor.product)
     except Declined as declined:
-        plan = declined.decline
+        decline = declined.decline
+    if decline is not None:
+        report.heads.append(_declined(decline, [anchor.product], where))
+    return decline is None
+
+
+def _decline_all(
+    products: Sequence[Product], anchors: dict[fx.Node, Anchor], error: Exception, report: Report
+) -> None:
+    if isinstance(error, Declined):
+        decline = error.decline
+    else:
+        log.error("reading the heads failed", exc_info=error)
+        decline = Decline("failed", f"{type(error).__name__}: {error}")
+    for product in products:
+        report.heads.append(_declined(decline, [product], calls.user_line(anchors[product.node].loss)))
+
+
+def _lift(
+    gm: fx.GraphModule,
+    slicer: Slicer,
+    region: Region,
+    anchor: Anchor,
+    context: Context,
+    options: Options,
+    report: Report,
+) -> list[Part]:
+    """The parts of a region with their plans; empty, and reported, if it must be left alone."""
+    where = calls.user_line(anchor.loss)
+    decline = region.problem
+    parts: list[Part] = []
+    try:
+        if decline is None:
+            _check_returned(slicer, region)
+            exits = [e for e in region.exits if e.users]
+            if not exits:
+                raise Declined("unsupported_loss", "no loss is computed from these logits", where)
+            for learned in (True, False):
+                group = [e for e in exits if value(e).requires_grad == learned]
+                if group:
+                    slices = _slices(slicer, region, group)
+                    parts.append(_plan(gm, region, slices, context, options))
+    except Declined as declined:
+        decline = declined.decline
     except Exception as error:
         log.exception("reading the head at %s failed", where)
-        plan = Decline("failed", f"{type(error).__name__}: {error}")
-    if isinstance(plan, Decline):
-        report.heads.append(_declined(plan, summary, where))
-        return False
-    report.heads.append(_fused(lifting, plan, where))
-    rewrite(gm.graph, lifting.region, lifting.slices, plan)
-    return True
+        decline = Decline("failed", f"{type(error).__name__}: {error}")
+    if decline is not None:
+        report.heads.append(_declined(decline, region.products, where))
+        return []
+    return parts
 
 
-def _lift(gm: fx.GraphModule, product: Product) -> Lifting:
-    check_plain(gm.graph, product)
-    tail = retrace(gm, product)
-    cuts = [tail.logits if n is product.node else tail.results[n] for n in gradient_cuts(tail) if _known(tail, n)]
-    values = lift(tail.graph, tail.logits, product.vocab_dim, cuts)
-    alive = {n for n, a in tail.results.items() if isinstance(values.get(a), (Wide, Unlifted))}
-    region = find_region(tail, alive)
-    _check_returned(tail, region, values)
-    slices = tuple(slice_exit(tail, region, values, exit) for exit in region.exits)
-    slices = tuple(s for s in slices if s.exit.users)
-    if not any(s.functionals for s in slices):
-        raise Declined("unsupported_loss", "no loss is computed from these logits", calls.user_line(product.node))
-    operands = [n for n in (product.x, product.weight, product.bias) if n is not None]
+def _slices(slicer: Slicer, region: Region, exits: Sequence[fx.Node]) -> list[ExitSlice]:
+    lifted = [slicer.lifted(region, e) for e in exits]
+    if all(lifted):
+        return [s for s in lifted if s is not None]
+    return [slicer.by_rows(region, e) for e in exits]
+
+
+def _plan(
+    gm: fx.GraphModule, region: Region, slices: Sequence[ExitSlice], context: Context, options: Options
+) -> Part:
+    operands = [n for p in region.products for n in (p.x, p.weight, p.bias) if n is not None]
     for part in slices:
         check_writes(gm.graph, region, part.exit, [*operands, *part.reads])
-    return Lifting(region, slices, _head(product, region, slices))
+    head = _head(region, slices)
+    plan = choose(head, context, options)
+    if isinstance(plan, Decline):
+        raise Declined(plan.code, plan.reason, plan.where)
+    return Part(tuple(slices), head, plan)
 
 
-def _known(tail: Tail, node: fx.Node) -> bool:
-    return node is tail.product.node or node in tail.results
-
-
-def _check_returned(tail: Tail, region: Region, values: dict[fx.Node, Lifted]) -> None:
+def _check_returned(slicer: Slicer, region: Region) -> None:
+    """Logits may leave, and are kept; what a softmax has made of them may not."""
     for node in region.returned:
-        lifted = values[tail.logits if node is region.product.node else tail.results[node]]
-        if isinstance(lifted, Unlifted):
-            raise Declined(lifted.code, lifted.reason, calls.user_line(node))
-        if isinstance(lifted, Wide) and lifted.form != "logits":
+        aten = slicer.tail.aten(node)
+        known = slicer.analysis.values.get(aten) if aten is not None else None
+        if isinstance(known, Lost):
+            raise Declined(known.code, known.reason, calls.user_line(node))
+        if aten is None or _normalised(slicer.analysis, aten):
             raise Declined("log_probs_returned", f"{node.name} is returned", calls.user_line(node))
 
 
-def _head(product: Product, region: Region, slices: tuple[ExitSlice, ...]) -> Head:
-    learned = [s for s in slices if s.differentiable] or list(slices)
+def _normalised(analysis: RowAnalysis, node: fx.Node) -> bool:
+    """True if the whole row went into each of the node's values."""
+    stack, seen = [node], set[fx.Node]()
+    pointwise = torch.Tag.pointwise
+    while stack:
+        node = stack.pop()
+        known = analysis.values.get(node)
+        if node in seen or not (isinstance(known, Rowed) and known.wide):
+            continue
+        seen.add(node)
+        if node.target in (torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default):
+            return True
+        if pointwise in getattr(node.target, "tags", ()) and any(
+            isinstance(v := analysis.values.get(a), Rowed) and not v.wide for a in node.all_input_nodes
+        ):
+            return True
+        stack.extend(node.all_input_nodes)
+    return False
+
+
+def _rewrite(graph: fx.Graph, region: Region, part: Part, analysis: RowAnalysis) -> None:
+    made: dict[object, object] = {}
+    if part.plan.executor == "kernels":
+        replace_exits(graph, part.slices, lambda s: IndexedWriter(graph, region, s, part.plan, made))
+        return
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    shared = {"analysis": analysis, "loops": loops(part.slices, order), "register": register_region}
+    replace_exits(graph, part.slices, lambda s: GenericWriter(graph, region, s, part.plan, made, **shared))
+
+
+def _head(region: Region, slices: Sequence[ExitSlice]) -> Head:
     functionals: list[Functional] = []
-    for part in learned:
+    for part in slices:
         functionals.extend(f for f in part.functionals.values() if f not in functionals)
-    tensor = value(product.node)
+    operations = max((b.wide for part in slices for b in part.cuts.values()), default=0)
+    vocab = max(hint(p.vocab) or 0 for p in region.products)
+    product = region.products[0]
     rows: int | None = 1
-    for dim, size in enumerate(tensor.shape):
-        hinted = _hint(size)
+    for dim, size in enumerate(value(product.node).shape):
+        hinted = hint(size)
         if dim != product.vocab_dim:
             rows = None if rows is None or hinted is None else rows * hinted
-    return Head(
-        tuple(functionals),
-        vocab=_hint(product.vocab) or 0,
-        hidden=_hint(value(product.x).shape[product.hidden_dim]) or 0,
-        rows=rows,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        returned=bool(region.returned),
-    )
+    hidden = tuple(hint(value(p.x).shape[p.hidden_dim]) or 0 for p in region.products)
+    dtype = str(value(product.node).dtype).removeprefix("torch.")
+    return Head(tuple(functionals), vocab, hidden, rows, dtype, bool(region.returned), operations)
 
 
-def _hint(size: Any) -> int | None:
-    """The size, or the size that a symbol had when it was captured; reading it adds no guard."""
-    if isinstance(size, int):
-        return size
-    hint = getattr(size.node, "hint", None)
-    return hint if isinstance(hint, int) else None
-
-
-def _declined(decline: Decline, summary: str = "a head", where: str = "") -> HeadReport:
+def _declined(decline: Decline, products: Sequence[Product], where: str) -> HeadReport:
+    summary = " and ".join(f"{p.node.name} [*, {hint(p.vocab)}]" for p in products)
     return HeadReport("declined", summary, where, decline=decline)
 
 
-def _fused(lifting: Lifting, plan: Plan, where: str) -> HeadReport:
-    head = lifting.head
+def _fused(part: Part, where: str) -> HeadReport:
+    head, plan = part.head, part.plan
     details = {
         "rows": head.rows if head.rows is not None else "dynamic",
-        "hidden": head.hidden,
+        "hidden": head.hidden[0] if len(head.hidden) == 1 else list(head.hidden),
         "vocab": head.vocab,
         "dtype": head.dtype,
+        "executor": plan.executor,
         "chunk_rows": plan.chunk_rows,
-        "gradients": plan.gradients,
+        "gradients": plan.gradients if any(s.differentiable for s in part.slices) else "none are needed",
         "because": plan.why,
     }
     if head.returned:

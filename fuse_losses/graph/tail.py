@@ -54,6 +54,7 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
     nodes = _dependents(gm.graph, made)
     if len(nodes) > MAX_TAIL:
         raise Declined("opaque", f"more than {MAX_TAIL} operations depend on the head", calls.user_line(made[0]))
+    tail_nodes = set(nodes)
     factories = _factories(gm.graph, nodes)
     inside = {*nodes, *factories}
     inputs = list(made)
@@ -67,12 +68,11 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
 
     def run(*args: Any) -> list[torch.Tensor]:
         opaque.clear()
-        kept.clear()
         env = dict(zip(inputs, args, strict=True))
         with fake_mode:  # for what reads no tensor (arange)
-            _execute(gm, inside, env, opaque)
-        kept.extend(n for n in nodes if isinstance(env.get(n), torch.Tensor))
-        return [env[n] for n in kept]
+            made = _execute(gm, inside, env, opaque)
+        kept[:] = [n for n in made if n in tail_nodes]
+        return [made[n] for n in kept]
 
     traced = make_fx(torch.func.functionalize(run), tracing_mode="real")(*values)
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
@@ -84,7 +84,7 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
         traced.graph,
         tuple(nodes),
         dict(zip(placeholders, inputs, strict=True)),
-        dict(zip(kept, outputs, strict=True)),
+        {n: copy.args[0] for n, copy in zip(kept, outputs, strict=True)},
         opaque,
     )
 
@@ -129,8 +129,12 @@ def _refake(value: Any, fake_mode: Any) -> Any:
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _execute(gm: fx.GraphModule, inside: set[fx.Node], env: dict[fx.Node, Any], opaque: dict[fx.Node, str]) -> None:
+def _execute(
+    gm: fx.GraphModule, inside: set[fx.Node], env: dict[fx.Node, Any], opaque: dict[fx.Node, str]
+) -> dict[fx.Node, torch.Tensor]:
+    """Run the nodes `inside`; returns a copy of each tensor as it was made, before any later write to it."""
     interpreter = fx.Interpreter(gm)
+    made: dict[fx.Node, torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
         for node in gm.graph.nodes:
             if calls.is_call(node, {calls.ENTER_AUTOCAST}):
@@ -148,8 +152,11 @@ def _execute(gm: fx.GraphModule, inside: set[fx.Node], env: dict[fx.Node, Any], 
                     kwargs = fx.node.map_arg(node.kwargs, lambda a: env[a])
                     run: Callable[..., Any] = getattr(interpreter, node.op)
                     env[node] = run(node.target, args, kwargs)
+                    if isinstance(env[node], torch.Tensor):
+                        made[node] = env[node].clone()
                 except Exception as error:  # any operation may be beyond a retrace; the region says whether it matters
                     opaque[node] = f"{type(error).__name__}: {error}"
+    return made
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The algebra of heads as pure data: projection, logit map, row functionals.
 
-A head is `z = outer * squash(inner * (x W^T + b))` over rows of x, and a few numbers per row that leave it. References to
-tensors are kept as `Ref`, opaque here: nodes of a graph in the pipeline, tensors in the reference evaluator.
+A head is `z = outer * squash(inner * (x W^T + b))` over rows of x, and a few numbers per row that leave it.
+References to tensors are kept as `Ref`, opaque here: nodes of a graph in the pipeline, tensors in the reference
+evaluator.
 """
 
 from __future__ import annotations
@@ -114,20 +115,26 @@ PER_ROW = (LogProb, LogSumExp, Selected)
 
 @dataclass(frozen=True)
 class Head:
-    """What was lifted from one region: the functionals that share one projection.
+    """What was lifted from one region: the functionals that share its products, or just how much happens in a row.
 
-    vocab, hidden: sizes (None if symbolic without a hint); dtype: of the product; returned: the raw logits leave too.
+    vocab: the largest of the products; hidden: theirs; rows: None if symbolic without a hint; dtype: of the logits;
+    returned: the raw logits leave too; operations: values over the vocabulary that are computed for a row where the
+    region has no form in the algebra, else 0.
     """
 
     functionals: tuple[Functional, ...]
     vocab: int
-    hidden: int
+    hidden: tuple[int, ...]
     rows: int | None
     dtype: str
     returned: bool = False
+    operations: int = 0
 
     @property
     def summary(self) -> str:
+        products = "linear" if len(self.hidden) == 1 else f"{len(self.hidden)} linear"
+        if self.operations:
+            return f"{products} + row-wise loss of {self.operations} operations over the vocabulary"
         names = {LogProb: "log-prob", LogSumExp: "logsumexp", Selected: "selected logit"}
         parts: list[str] = []
         for f in self.functionals:
@@ -138,4 +145,4 @@ class Head:
         if any(f.logits.bias is not None for f in self.functionals):
             extras.append("bias")
         tail = f" ({', '.join(sorted(extras))})" if extras else ""
-        return f"linear + {' + '.join(parts)}{tail}"
+        return f"{products} + {' + '.join(parts)}{tail}"

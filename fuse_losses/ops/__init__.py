@@ -3,6 +3,7 @@
     linear_nll_sum   sum_i row_weight_i * -log_prob_i of projected rows, gradients made in the forward
     linear_log_prob  (log_prob, lse) of projected rows, logits recomputed in the backward
     log_prob         (log_prob, lse) of given logits
+    chunked_rows     any row-wise function of projected rows, which a graph in a table says
 
 With raw products `u` (`x W^T + bias`, or given), logits are `z = outer * squash(inner * u)`,
 `lse = logsumexp(z)` and `log_prob = z[target] - lse`. A row whose target is `ignore_index` has log_prob 0 and
@@ -16,13 +17,14 @@ gradients are needed.
 
 import torch
 
-from fuse_losses.ops import linear_log_prob, linear_nll_sum, log_prob
+from fuse_losses.ops import chunked_rows, linear_log_prob, linear_nll_sum, log_prob
 
 _library = torch.library.Library("fuse_losses", "FRAGMENT")
 for _name, _module in (
     ("linear_nll_sum", linear_nll_sum),
     ("linear_log_prob", linear_log_prob),
     ("log_prob", log_prob),
+    ("chunked_rows", chunked_rows),
 ):
     _library.define(_module.SCHEMA)
     _library.impl(_name, getattr(_module, _name), "CompositeImplicitAutograd")

@@ -25,14 +25,17 @@ class Context:
 class Plan:
     """How a head is computed.
 
-    gradients: "forward" (made with the loss, three products), "recompute" (logits made again in backward, four
-    products); bytes_saved: logits, gradients and float32 copies that eager would hold, less the chunk; None if the
-    number of rows is not known.
+    executor: "kernels" (specialised operators) or "rows" (the region's own operations, chunk by chunk); gradients:
+    "forward" (made with the loss, three products) or "recompute" (logits made again in backward, four products);
+    compiled: the chunk's operations are compiled into kernels of their own; bytes_saved: logits, gradients and copies
+    that eager would hold, less the chunk; None if the number of rows is not known.
     """
 
+    executor: str
     gradients: str
     chunk_rows: int
     accumulate: str
+    compiled: bool
     why: str
     bytes_saved: int | None
 
@@ -41,17 +44,29 @@ def choose(head: Head, context: Context, options: Options) -> Plan | Decline:
     """Decide how to compute the head, or why not to."""
     if head.vocab < options.min_vocab:
         return Decline("small_vocab", f"{head.vocab} classes, fewer than min_vocab={options.min_vocab}")
+    gpu = context.device == "cuda"
     itemsize = ITEMSIZE[head.dtype]
     # where there is no kernel, a chunk is worked on in float32
-    worked_in = itemsize if context.device == "cuda" else max(itemsize, ITEMSIZE["float32"])
-    chunk_rows = options.chunk_rows or default_chunk_rows(head.vocab, worked_in, context.device)
-    gradients, why = _gradients(head, context)
+    chunk_rows = default_chunk_rows(head.vocab, itemsize if gpu else max(itemsize, 4), context.device)
+    if head.operations:
+        # the operations of a row and what their backward keeps are alive together
+        chunk_rows = max(FEWEST_ROWS[gpu], chunk_rows // LIVE_VALUES)
+        executor, gradients = "rows", "recompute"
+        why = f"{head.operations} operations over the vocabulary have no kernel of their own"
+    else:
+        executor, (gradients, why) = "kernels", _gradients(head, context)
+    chunk_rows = options.chunk_rows or chunk_rows
     saved = None
     if head.rows is not None:
         # eager keeps the logits and log-probs for backward and makes their gradient; the chunk is what is left of them
-        whole = head.rows * head.vocab * itemsize
-        saved = max(0, whole * (1 if head.returned else 2) - min(chunk_rows, head.rows) * head.vocab * itemsize)
-    return Plan(gradients, chunk_rows, options.accumulate, why, saved)
+        whole = head.rows * head.vocab * itemsize * len(head.hidden)
+        chunk = min(chunk_rows, head.rows) * head.vocab * itemsize
+        saved = max(0, whole * (1 if head.returned else 2) - chunk)
+    return Plan(executor, gradients, chunk_rows, options.accumulate, gpu and executor == "rows", why, saved)
+
+
+LIVE_VALUES = 8  # [chunk, V] values of a region that are alive at once, about
+FEWEST_ROWS = {True: 128, False: 16}  # a chunk of fewer rows wastes a GPU's, a CPU's products
 
 
 def _gradients(head: Head, context: Context) -> tuple[str, str]:

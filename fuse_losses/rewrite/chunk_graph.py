@@ -56,12 +56,12 @@ class WholeInput:
 class ChunkGraph:
     """Builds the graph of one chunk. `steps` are views of the rows applied behind a value, outermost last."""
 
-    def __init__(self, analysis: RowAnalysis, sources: dict[fx.Node, Product], cuts: set[fx.Node], steps: Steps) -> None:
+    def __init__(self, analysis: RowAnalysis, sources: dict[fx.Node, Product], cuts: set[fx.Node]) -> None:
         self.analysis, self.sources, self.cuts = analysis, sources, cuts
         self.graph = fx.Graph()
         self.rows: list[RowInput] = []
         self.whole: list[WholeInput] = []
-        self.outputs: list[fx.Node] = []
+        self.outputs: dict[fx.Node, fx.Node] = {}  # ATen node: its canonical value, sums over rows not yet taken
         self.wide = 0  # wide values computed for a chunk: what its memory grows with
         self._inputs: dict[Any, fx.Node] = {}
         self._done: dict[tuple[fx.Node, Steps], fx.Node] = {}
@@ -78,6 +78,36 @@ class ChunkGraph:
                 made = self.call(aten.detach.default, made)
             self._done[key] = made
         return self._done[key]
+
+    def add_output(self, node: fx.Node) -> None:
+        """Compute the value of a node that leaves the region."""
+        if node in self.outputs:
+            return
+        if nll_behind(node) is not None:
+            made = _nll(self, cast(fx.Node, nll_behind(node)), ())
+        elif isinstance(self.analysis.values[node], Rowed):
+            made = self.emit(node)
+        else:
+            made = _sum_of_rows(self, node)
+        if node in self.cuts:
+            made = self.call(aten.detach.default, made)
+        self.outputs[node] = made
+
+    @property
+    def reads(self) -> list[fx.Node]:
+        """The ATen nodes outside of the region that its inputs are made of."""
+        found: list[Any] = [spec.source for spec in (*self.rows, *self.whole)]
+        for spec in self.rows:
+            for step in spec.steps:
+                found.extend(step.args)
+        return [n for n in found if isinstance(n, fx.Node)]
+
+    @property
+    def row_set(self) -> Any:
+        """Which rows these are: graphs with the same answer can share one loop."""
+        chosen = ("slice", "select", "permute")
+        products = [(spec.source.node, spec.steps) for spec in self.rows if isinstance(spec.source, Product)]
+        return frozenset((n, steps if any(s.kind in chosen for s in steps) else ()) for n, steps in products)
 
     def _emit(self, node: fx.Node, steps: Steps) -> fx.Node:
         if node in self.sources:
@@ -129,7 +159,7 @@ class ChunkGraph:
         for node in self.graph.nodes:
             if node not in copied:
                 copied[node] = graph.node_copy(node, lambda n: copied[n])
-        graph.output([copied[n] for n in self.outputs])
+        graph.output([copied[n] for n in self.outputs.values()])
         graph.eliminate_dead_code()
         return fx.GraphModule(torch.nn.Module(), graph)
 
@@ -214,10 +244,39 @@ def _along(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     return build.call(cast("Callable[..., Any]", node.target), made, *plain, **named)
 
 
+NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+
+
+def nll_behind(node: fx.Node) -> fx.Node | None:
+    """The nll_loss whose loss this node is, if it is one."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return source if isinstance(source, fx.Node) and source.target in NLL and node.args[1] == 0 else None
+
+
+def row_sum_dims(analysis: RowAnalysis, node: fx.Node) -> tuple[list[int], list[int]]:
+    """The dims that a sum or mean over several rows removes: those inside a row, and those of rows."""
+    labels = cast(Rowed, analysis.values[cast(fx.Node, node.args[0])]).labels
+    dims = R.reduced_dims(node)
+    return [d for d in dims if labels[d] != "r"], [d for d in dims if labels[d] == "r"]
+
+
+def _sum_of_rows(build: ChunkGraph, node: fx.Node) -> fx.Node:
+    """The part of a sum or mean over several rows that is taken inside each row, unrounded; [C, what is left]."""
+    source = cast(fx.Node, node.args[0])
+    inner, _ = row_sum_dims(build.analysis, node)
+    made = build.emit(source)
+    dtype = source.meta["val"].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+    dims = [build.inner_dim(source, d) for d in inner]
+    if not dims:
+        return made
+    return build.call(aten.sum.dim_IntList, made, dims, False, **({"dtype": wide} if wide else {}))
+
+
 @emitter(operator.getitem)
 def _getitem(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     source = cast(fx.Node, node.args[0])
-    if source.target in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
+    if source.target in NLL:
         return build.emit(source, steps)
     return build.call(operator.getitem, build.emit(source, steps), node.args[1])
 
@@ -249,7 +308,7 @@ def _index(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     return build.call(aten.squeeze.dim, picked, 1)
 
 
-@emitter(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+@emitter(*NLL)
 def _nll(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     """Per-row losses; mean and sum over rows are taken behind the region."""
     log_probs, target, weight, _, ignore_index = node.args

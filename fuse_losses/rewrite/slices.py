@@ -1,7 +1,9 @@
-"""What must be computed for one exit: the functionals, the ATen nodes behind them, the Dynamo nodes they read."""
+"""What must be computed for one exit: the values that an operator makes, and the Dynamo nodes that are read."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -11,10 +13,12 @@ from torch import fx
 from fuse_losses.graph import calls
 from fuse_losses.graph.products import value
 from fuse_losses.graph.region import Region
+from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed
 from fuse_losses.graph.tail import Tail
 from fuse_losses.head.algebra import PER_ROW, Functional, NllLoss
-from fuse_losses.head.lift import Lifted, Unlifted, Wide
+from fuse_losses.head.lift import Lifted
 from fuse_losses.report.decline import Declined
+from fuse_losses.rewrite.chunk_graph import ChunkGraph
 
 FUNCTIONALS = (*PER_ROW, NllLoss)
 SYM_SIZE = torch.ops.aten.sym_size.int
@@ -24,13 +28,14 @@ SYM_SIZE = torch.ops.aten.sym_size.int
 class ExitSlice:
     """exit: the Dynamo node to replace; root: its ATen value.
 
-    functionals: ATen nodes whose value a fused operator makes; leaves: ATen nodes that a Dynamo node already holds.
-    Everything between is copied.
+    functionals: ATen nodes whose value a kernel makes; cuts: ATen nodes that the chunked region makes, each with the
+    region's graph for it alone; leaves: ATen nodes that a Dynamo node already holds. Everything between is copied.
     """
 
     exit: fx.Node
     root: fx.Node
     functionals: dict[fx.Node, Functional] = field(default_factory=dict)
+    cuts: dict[fx.Node, ChunkGraph] = field(default_factory=dict)
     leaves: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     @property
@@ -43,45 +48,97 @@ class ExitSlice:
         return value(self.exit).requires_grad
 
 
-def slice_exit(tail: Tail, region: Region, values: dict[fx.Node, Lifted], exit: fx.Node) -> ExitSlice:
-    """Walk back from the exit to functionals and to values that exist already; raises Declined at anything else."""
-    found = ExitSlice(exit, tail.results[exit])
-    held = _held_before(tail, region, exit)
-    seen: set[fx.Node] = set()
-    stack = [found.root]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        lifted = values.get(node)
-        if isinstance(lifted, Unlifted):
-            raise Declined(lifted.code, lifted.reason, calls.user_line(exit))
-        if isinstance(lifted, FUNCTIONALS):
-            functional = cast(Functional, lifted)
-            found.functionals[node] = functional
-            stack.extend(_refs(functional))
-        elif node in held and node is not found.root:
-            found.leaves[node] = held[node]
-        elif isinstance(lifted, Wide) or node is tail.logits:
-            raise Declined("logits_used", f"{exit.name} needs the logits themselves", calls.user_line(exit))
-        elif node.op == "placeholder":
-            raise Declined("failed", f"{node} stands for no node of the graph", calls.user_line(exit))
-        elif node.target is not SYM_SIZE:  # a size is found anew, so that it does not keep the logits alive
-            stack.extend(node.all_input_nodes)
-    return found
+@dataclass(frozen=True)
+class Slicer:
+    """Walks back from exits to what a kernel or the chunked region makes, and to values that exist already."""
+
+    tail: Tail
+    analysis: RowAnalysis
+    values: dict[fx.Node, Lifted]
+    cuts: set[fx.Node]
+
+    def lifted(self, region: Region, exit: fx.Node) -> ExitSlice | None:
+        """The exit over functionals of the algebra, or None if something in it has no form there."""
+        found = ExitSlice(exit, self.tail.results[exit])
+        formless: list[fx.Node] = []
+
+        def visit(node: fx.Node) -> Iterable[fx.Node]:
+            lifted = self.values.get(node)
+            if isinstance(lifted, FUNCTIONALS):
+                found.functionals[node] = cast(Functional, lifted)
+                return _refs(found.functionals[node])
+            if lifted is not None or self._reads_wide(node):
+                formless.append(node)
+                return ()
+            return _copied(node)
+
+        self._walk(found, region, visit)
+        return found if found.functionals and not formless else None
+
+    def by_rows(self, region: Region, exit: fx.Node) -> ExitSlice:
+        """The exit over values that the region computes a chunk of rows at a time; raises Declined."""
+        found = ExitSlice(exit, self.tail.results[exit])
+
+        def visit(node: fx.Node) -> Iterable[fx.Node]:
+            known = self.analysis.values.get(node)
+            if isinstance(known, Lost):
+                raise Declined(known.code, known.reason, calls.user_line(exit))
+            if isinstance(known, Rowed) and known.wide:
+                raise Declined("logits_used", f"{exit.name} needs the logits whole", calls.user_line(exit))
+            if not self._reads_wide(node):
+                return _copied(node)
+            build = ChunkGraph(self.analysis, self.tail.sources, self.cuts)
+            build.add_output(node)
+            found.cuts[node] = build
+            return build.reads
+
+        self._walk(found, region, visit)
+        return found
+
+    def _walk(self, found: ExitSlice, region: Region, visit: Callable[[fx.Node], Iterable[fx.Node]]) -> None:
+        held = self._held_before(region, found.exit)
+        stack, seen = [found.root], set[fx.Node]()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in held and node is not found.root:
+                found.leaves[node] = held[node]
+            else:
+                stack.extend(visit(node))
+
+    def _held_before(self, region: Region, exit: fx.Node) -> dict[fx.Node, fx.Node]:
+        """ATen values that some Dynamo node outside of the region holds before `exit`."""
+        made = {p.node for p in self.tail.products}
+        held = {aten: dynamo for aten, dynamo in self.tail.inputs.items() if dynamo not in made}
+        inside = set(region.nodes)
+        for node in self.tail.nodes:
+            if node is exit:
+                break
+            if node not in inside and node in self.tail.results:
+                held.setdefault(self.tail.results[node], node)
+        return held
+
+    def _reads_wide(self, node: fx.Node) -> bool:
+        """True if the vocabulary is alive in what the node reads (through the tuple of a sort, a max, an nll_loss)."""
+        if node.target is SYM_SIZE:
+            return False
+        if node.target is operator.getitem and not _is_wide(self.analysis, node):
+            return self._reads_wide(cast(fx.Node, node.args[0]))
+        return any(_is_wide(self.analysis, a) for a in node.all_input_nodes)
 
 
-def _held_before(tail: Tail, region: Region, exit: fx.Node) -> dict[fx.Node, fx.Node]:
-    """ATen values that some Dynamo node outside of the region holds before `exit`."""
-    held = {aten: dynamo for aten, dynamo in tail.inputs.items() if dynamo is not region.product.node}
-    inside = set(region.nodes)
-    for node in tail.nodes:
-        if node is exit:
-            break
-        if node not in inside and node in tail.results:
-            held.setdefault(tail.results[node], node)
-    return held
+def _is_wide(analysis: RowAnalysis, node: fx.Node) -> bool:
+    found = analysis.values.get(node)
+    return isinstance(found, Rowed) and found.wide
+
+
+def _copied(node: fx.Node) -> Iterable[fx.Node]:
+    if node.op == "placeholder":
+        raise LookupError(f"{node} stands for no node of the graph")
+    # a size is found anew, so that it does not keep the logits alive
+    return () if node.target is SYM_SIZE else node.all_input_nodes
 
 
 def _refs(functional: Functional) -> list[fx.Node]:
