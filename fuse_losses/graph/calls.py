@@ -44,6 +44,8 @@ NORMALISERS = {
 # Walking back from a loss never crosses these: what is behind them is the body of the model.
 BODY = {F.embedding, F.layer_norm, F.rms_norm, F.dropout, F.scaled_dot_product_attention, F.group_norm}
 
+CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
+
 SET_GRAD = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast

@@ -105,6 +105,8 @@ def _factories(graph: fx.Graph, nodes: list[fx.Node]) -> set[fx.Node]:
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or not is_tensor(node) or calls.writes_to(node):
             continue
+        if calls.is_call(node, calls.CONSTANTS):
+            continue  # a retrace would lift their values out of the graph
         if all(a in pure or isinstance(a.meta.get("example_value"), _NUMBERS) for a in node.all_input_nodes):
             pure.add(node)
     needed: set[fx.Node] = set()

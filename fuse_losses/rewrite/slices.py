@@ -135,7 +135,7 @@ def _is_wide(analysis: RowAnalysis, node: fx.Node) -> bool:
 
 
 def _copied(node: fx.Node) -> Iterable[fx.Node]:
-    if node.op == "placeholder":
+    if node.op != "call_function":
         raise LookupError(f"{node} stands for no node of the graph")
     # a size is found anew, so that it does not keep the logits alive
     return () if node.target is SYM_SIZE else node.all_input_nodes
