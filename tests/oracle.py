@@ -72,12 +72,18 @@ def run64(fn: Callable[..., Any], args: Sequence[Any], like: Sequence[Tensor | N
 
 
 def assert_close_to_oracle(
-    ours: Sequence[Tensor | None], eager: Sequence[Tensor | None], oracle: Sequence[Tensor | None]
+    ours: Sequence[Tensor | None],
+    eager: Sequence[Tensor | None],
+    oracle: Sequence[Tensor | None],
+    *,
+    computed_in: torch.dtype | None = None,
+    largest: bool = True,
 ) -> None:
     """Dtype, shape and absence as eager; the error against the oracle at most twice eager's and a few roundings.
 
     The norm of the error is judged, and its largest element. How one element is rounded is luck, so each is allowed
-    one rounding of the dtype; over many elements luck evens out, and the norm is allowed little of it.
+    one rounding of the dtype; over many elements luck evens out, and the norm is allowed little of it. `computed_in`:
+    the dtype of what came before, if it is rounder than the results; `largest=False` judges the norm alone.
     """
     assert len(ours) == len(eager) == len(oracle)
     for i, (a, b, c) in enumerate(zip(ours, eager, oracle, strict=True)):
@@ -88,7 +94,8 @@ def assert_close_to_oracle(
         if not a.is_floating_point():
             assert torch.equal(a, b), f"result {i}"
             continue
-        a, b, eps = a.double(), b.double(), torch.finfo(a.dtype).eps
+        eps = max(torch.finfo(a.dtype).eps, torch.finfo(computed_in or a.dtype).eps)
+        a, b = a.double(), b.double()
         assert torch.equal(a.isnan(), b.isnan()), f"result {i}: NaN where eager has none, or the reverse"
         finite = b.isfinite() & c.isfinite()
         assert torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()), f"result {i}"
@@ -96,7 +103,7 @@ def assert_close_to_oracle(
         if not a.numel():
             continue
         tiny = 64 * 2**-53 if eps < 2**-40 else 4 * 2**-23
-        for measure, luck in ((_norm, eps / 2 / a.numel() ** 0.5), (_largest, eps / 2)):
+        for measure, luck in ((_norm, eps / 2 / a.numel() ** 0.5), (_largest, eps / 2))[: 1 + largest]:
             got, limit = measure(a - c), 2 * measure(b - c) + (tiny + luck) * measure(c)
             assert got <= limit, f"result {i}: {measure.__name__[1:]} of the error {got:.3g}, limit {limit:.3g}"
 
