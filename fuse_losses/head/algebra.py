@@ -61,11 +61,11 @@ class RowStep:
 class Logits:
     """One [*rows, V] tensor of logits: a product, its bias, its map, and which rows of it."""
 
-    product: Ref = None
     map: LogitMap = LogitMap()
     bias: Ref | None = None
     rows: tuple[RowStep, ...] = ()
     detached: bool = False  # no gradient flows from here to the projection
+    product: Ref | None = None
 
 
 @dataclass(frozen=True)

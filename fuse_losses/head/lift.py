@@ -81,7 +81,7 @@ class Lift:
 def lift(graph: fx.Graph, sources: Mapping[fx.Node, tuple[Any, int]], cut: Iterable[fx.Node]) -> dict[fx.Node, Lifted]:
     """Interpret `graph`; `sources` are the logits with their product and vocabulary dim, `cut` get no gradient."""
     cuts = set(cut)
-    state = Lift({n: Wide("logits", Logits(p, detached=n in cuts), dim) for n, (p, dim) in sources.items()})
+    state = Lift({n: Wide("logits", Logits(detached=n in cuts, product=p), dim) for n, (p, dim) in sources.items()})
     for node in graph.nodes:
         if node.op != "call_function":
             continue

@@ -70,8 +70,8 @@ def read(fn, *args) -> Found:
 
     def backend(gm, example_inputs):
         product = find_anchors(gm.graph)[0].product
-        tail = retrace(gm, product)
-        values = lift(tail.graph, tail.logits, product.vocab_dim, [])
+        tail = retrace(gm, [product])
+        values = lift(tail.graph, {n: (None, p.vocab_dim) for n, p in tail.sources.items()}, [])
         dynamo = Recorder(gm)
         dynamo.run(*(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in example_inputs))
         aten = Recorder(fx.GraphModule(tail.graph.owning_module or {}, tail.graph))

@@ -15,7 +15,7 @@ CPU, CUDA = Context("cpu"), Context("cuda")
 
 
 def head(*functionals: Functional, vocab=128_256, rows: int | None = 8192, dtype="bfloat16", returned=False) -> Head:
-    return Head(functionals, vocab=vocab, hidden=4096, rows=rows, dtype=dtype, returned=returned)
+    return Head(functionals, vocab=vocab, hidden=(4096,), rows=rows, dtype=dtype, returned=returned)
 
 
 def plan(*functionals: Functional, context: Context = CUDA, options: Options | None = None, **shape) -> Plan:
