@@ -87,7 +87,7 @@ def lift(graph: fx.Graph, sources: Mapping[fx.Node, tuple[Any, int]], cut: Itera
             continue
         alive = [a for a in node.all_input_nodes if isinstance(state.values.get(a), (Wide, Unlifted))]
         value = _interpret(state, node, alive) if alive else _combine(state, node)
-        if isinstance(value, Wide) and node in cuts:
+        if value is not None and not isinstance(value, Unlifted) and node in cuts:
             value = replace(value, logits=replace(value.logits, detached=True))
         if value is not None:
             state.values[node] = value

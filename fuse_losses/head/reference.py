@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fuse_losses.head.algebra import Functional, LogitMap, Logits, LogProb, LogSumExp, RowStep, Selected
 
-SQUASHES = {"identity": lambda u: u, "tanh": torch.tanh}
+SQUASHES: dict[str, Callable[[Tensor], Tensor]] = {"identity": torch.clone, "tanh": torch.tanh}
+VIEWS: dict[str, Callable[..., Tensor]] = {
+    "slice": torch.ops.aten.slice.Tensor,
+    "select": torch.select,
+    "unsqueeze": torch.unsqueeze,
+}
 
 
 def evaluate(functional: Functional, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -52,9 +59,7 @@ def stepped(step: RowStep, rows: Tensor) -> Tensor:
         return rows.reshape(*step.args, rows.shape[-1])
     if step.kind == "permute":
         return rows.permute(*step.args, rows.dim() - 1)
-    return {"slice": torch.ops.aten.slice, "select": torch.select, "unsqueeze": torch.unsqueeze}[step.kind](
-        rows, *step.args
-    )
+    return VIEWS[step.kind](rows, *step.args)
 
 
 def _pick(values: Tensor, target: Tensor, wraps: bool) -> Tensor:

@@ -37,7 +37,6 @@ DYNAMIC = [
         "cross entropy: over a count",
         "cross entropy: none",
         "log-probs: gather",
-        "log-probs: take_along_dim",
         "log-probs: arange of len",
         "log-probs: cross entropy, none, negated",
         "log-probs: z loss",

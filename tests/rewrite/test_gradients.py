@@ -58,6 +58,19 @@ def detached_term(x1, w, c1):
     return (-log_prob * log_prob.detach().exp()).mean() + z.detach().logsumexp(-1).mean()
 
 
+def logsumexp_without_gradients(x1, w, c1):
+    """Not log_softmax: the gradient of the logsumexp is missing."""
+    z = F.linear(x1, w)
+    with torch.no_grad():
+        lse = z.logsumexp(-1, keepdim=True)
+    return (z - lse).gather(1, c1[:, None])
+
+
+def logsumexp_detached(x1, w, c1):
+    z = F.linear(x1, w)
+    return (z - z.logsumexp(-1, keepdim=True).detach()).gather(1, c1[:, None])
+
+
 def detached_loss(x1, w, y1):
     loss = F.cross_entropy(F.linear(x1, w), y1)
     return loss, loss.detach()
@@ -165,6 +178,12 @@ def test_as_eager(fn, dtype: torch.dtype) -> None:
     capture = Capture(chunk_rows=4)
     assert_as_eager(capture.compile(fn, fullgraph=True), fn, Spelling("", fn, "").args(dtype))
     assert capture.report.fused and not capture.codes, str(capture.report)
+
+
+@pytest.mark.parametrize("fn", [logsumexp_without_gradients, logsumexp_detached], ids=lambda fn: fn.__name__)
+def test_half_a_log_softmax(fn) -> None:
+    capture = Capture()
+    assert_as_eager(capture.compile(fn, fullgraph=True), fn, Spelling("", fn, "").args())
 
 
 @pytest.mark.parametrize("fn", AUTOCAST, ids=lambda fn: fn.__name__)
