@@ -18,10 +18,11 @@ from fuse_losses.graph.region import (
     find_regions,
     gradient_cuts,
 )
-from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed, analyse, hint
-from fuse_losses.graph.tail import Tail, retrace
+from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed, analyse
+from fuse_losses.graph.tail import retrace
 from fuse_losses.head.algebra import Functional, Head
 from fuse_losses.head.lift import lift
+from fuse_losses.head.sizes import hint
 from fuse_losses.ops.chunked_rows import register_region
 from fuse_losses.options import Options
 from fuse_losses.plan.choose import Context, Plan, choose
@@ -147,9 +148,7 @@ def _is_head(gm: fx.GraphModule, anchor: Anchor, options: Options, report: Repor
     return decline is None
 
 
-def _decline_all(
-    products: Sequence[Product], anchors: dict[fx.Node, Anchor], error: Exception, report: Report
-) -> None:
+def _decline_all(products: Sequence[Product], anchors: dict[fx.Node, Anchor], error: Exception, report: Report) -> None:
     if isinstance(error, Declined):
         decline = error.decline
     else:
@@ -201,9 +200,7 @@ def _slices(slicer: Slicer, region: Region, exits: Sequence[fx.Node]) -> list[Ex
     return [slicer.by_rows(region, e) for e in exits]
 
 
-def _plan(
-    gm: fx.GraphModule, region: Region, slices: Sequence[ExitSlice], context: Context, options: Options
-) -> Part:
+def _plan(gm: fx.GraphModule, region: Region, slices: Sequence[ExitSlice], context: Context, options: Options) -> Part:
     operands = [n for p in region.products for n in (p.x, p.weight, p.bias) if n is not None]
     for part in slices:
         check_writes(gm.graph, region, part.exit, [*operands, *part.reads])

@@ -95,7 +95,8 @@ def _einsum(node: fx.Node) -> Product | None:
         return None
     left, out = equation.replace(" ", "").split("->")
     letters = left.split(",")
-    # the weight is the two-dimensional operand that brings the letter of the vocabulary
+    # the weight is the two-dimensional operand that brings the letter of the vocabulary; of two such, the last letter
+    found: list[Product] = []
     for at, other in ((1, 0), (0, 1)):
         weight, x = letters[at], letters[other]
         if len(weight) != 2 or len(set(weight)) != 2 or len(set(x)) != len(x):
@@ -109,15 +110,17 @@ def _einsum(node: fx.Node) -> Product | None:
             continue
         x_node, weight_node = operands[other], operands[at]
         assert isinstance(x_node, fx.Node) and isinstance(weight_node, fx.Node)
-        return Product(
-            node,
-            x_node,
-            weight_node,
-            weight_is_vh=weight[0] == v,
-            vocab_dim=out.index(v),
-            hidden_dim=x.index(h),
+        found.append(
+            Product(
+                node,
+                x_node,
+                weight_node,
+                weight_is_vh=weight[0] == v,
+                vocab_dim=out.index(v),
+                hidden_dim=x.index(h),
+            )
         )
-    return None
+    return max(found, key=lambda p: p.vocab_dim, default=None)
 
 
 @dataclass(frozen=True)

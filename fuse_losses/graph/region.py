@@ -144,7 +144,9 @@ def check_writes(graph: fx.Graph, region: Region, exit: fx.Node, reads: Collecti
             if target in members or not is_tensor(target):
                 continue
             if order[node] >= first.get(_storage(target), order[exit]):
-                raise Declined("mutated", f"{target.name} is written to before the loss reads it", calls.user_line(node))
+                raise Declined(
+                    "mutated", f"{target.name} is written to before the loss reads it", calls.user_line(node)
+                )
 
 
 def _storage(node: fx.Node) -> Any:

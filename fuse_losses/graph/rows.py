@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fuse_losses.head.sizes import arange_along, dim_of, hint, same, sizes
 
 aten = torch.ops.aten
 
@@ -56,7 +57,13 @@ UNARY = (
     aten.ones_like.default,
     aten.full_like.default,
 )
-BROADCAST = (aten.masked_fill.Tensor, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar, aten.fill.Scalar)
+BROADCAST = (
+    aten.masked_fill.Tensor,
+    aten.where.ScalarSelf,
+    aten.where.ScalarOther,
+    aten.where.Scalar,
+    aten.fill.Scalar,
+)
 # dims argument first, keepdim second; every other argument stays as it is
 REDUCE = (
     aten.sum.dim_IntList,
@@ -96,27 +103,6 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
     return register
 
 
-def sizes(node: object) -> tuple[Any, ...]:
-    """Shape of the node's value (of its first output, if it has several)."""
-    value = cast(fx.Node, node).meta["val"]
-    return tuple((value[0] if isinstance(value, (tuple, list)) else value).shape)
-
-
-def same(a: Any, b: Any) -> bool:
-    """True if two sizes (or tuples of sizes) are known to be equal, without adding a guard."""
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return statically_known_true(a == b)
-
-
-def hint(size: Any) -> int | None:
-    """The size, or the size that a symbol had when it was captured; reading it adds no guard."""
-    if isinstance(size, int):
-        return size
-    found = getattr(size.node, "hint", None)
-    return found if isinstance(found, int) else None
-
-
 @dataclass
 class RowAnalysis:
     """values: what is known of each node that depends on the logits; other nodes are plain."""
@@ -153,7 +139,11 @@ def _value(state: RowAnalysis, node: fx.Node, inputs: list[fx.Node]) -> Value:
         return lost
     wide = any(isinstance(v, Rowed) and v.wide for v in values)
     if any(isinstance(v, Loose) for v in values):
-        return lose(node, "rows_mix", f"{_name(node)} combines the vocabulary with a value of several rows") if wide else Loose()
+        return (
+            lose(node, "rows_mix", f"{_name(node)} combines the vocabulary with a value of several rows")
+            if wide
+            else Loose()
+        )
     found = RULES.get(node.target)
     if found is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         found = _pointwise
@@ -168,12 +158,6 @@ def _name(node: fx.Node) -> str:
 
 def lose(node: fx.Node, code: str, reason: str) -> Lost:
     return Lost(code, reason, node)
-
-
-def dim_of(dim: Any, node: object) -> int:
-    """A dim argument as a non-negative index into the node's shape."""
-    rank = len(sizes(node))
-    return cast(int, dim) % rank if rank else 0
 
 
 def argument(node: fx.Node, name: str) -> Any:
@@ -198,7 +182,9 @@ def _pointwise(state: RowAnalysis, node: fx.Node) -> Value:
         offset = len(out) - len(r.labels)
         for k, label in enumerate(r.labels):
             if not same(sizes(a)[k], 1) or label == "r":
-                labels[k + offset] = max(labels[k + offset], label, key="irv".index) if label != labels[k + offset] else label
+                labels[k + offset] = (
+                    max(labels[k + offset], label, key="irv".index) if label != labels[k + offset] else label
+                )
     for a, r in rowed:
         offset = len(out) - len(r.labels)
         for j, label in enumerate(labels):
@@ -290,26 +276,6 @@ def _scatter(state: RowAnalysis, node: fx.Node) -> Value:
         if r is not None and any((a == "r") != (b == "r") for a, b in zip(r.labels, source.labels, strict=True)):
             return lose(node, "rows_mix", f"{_name(node)} has its rows elsewhere")
     return source
-
-
-def arange_along(index: Any, dim: int, rows: tuple[Any, ...]) -> bool:
-    """True if the index is arange(rows[dim]), with unit dims around it that broadcast it along `dim`."""
-    if not isinstance(index, fx.Node):
-        return False
-    shape = sizes(index)
-    at = dim - (len(rows) - len(shape))
-    if at < 0 or not same(shape[at], rows[dim]) or not all(i == at or same(s, 1) for i, s in enumerate(shape)):
-        return False
-    while index.target in (aten.unsqueeze.default, aten.view.default, aten.alias.default, aten.slice.Tensor):
-        before = index.args[0]
-        if index.target is aten.slice.Tensor and not same(sizes(before), sizes(index)):
-            return False
-        index = before
-    if index.target is aten.arange.default:
-        return True
-    if index.target not in (aten.arange.start, aten.arange.start_step):
-        return False
-    return index.args[0] == 0 and (len(index.args) < 3 or index.args[2] == 1)
 
 
 @rule(aten.index.Tensor)

@@ -75,6 +75,7 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
         return [made[n] for n in kept]
 
     traced = make_fx(torch.func.functionalize(run), tracing_mode="real")(*values)
+    traced.graph.eliminate_dead_code()  # what an operation that failed left behind has no value
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     output = next(n for n in traced.graph.nodes if n.op == "output")
     outputs = output.args[0]

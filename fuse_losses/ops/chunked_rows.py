@@ -48,7 +48,9 @@ def _forward(key: str, compiled: bool) -> Callable[..., Sequence[Tensor]]:
 
 
 @functools.cache
-def _backward(key: str, needs: tuple[bool, ...], used: tuple[bool, ...], compiled: bool) -> Callable[..., Sequence[Tensor]]:
+def _backward(
+    key: str, needs: tuple[bool, ...], used: tuple[bool, ...], compiled: bool
+) -> Callable[..., Sequence[Tensor]]:
     """f(inputs, grads) -> gradients of the inputs that need one, from those of the outputs that are used."""
     region = _region(key)
 
@@ -104,7 +106,10 @@ def rows_bwd(
     count = rows[0].shape[0]
     used = tuple(g is not None for g in grads)
     run = _backward(key, tuple(needs), used, compiled)
-    results = [_start(x, need, i < len(rows), accumulate) for i, (x, need) in enumerate(zip([*rows, *whole], needs, strict=True))]
+    results = [
+        _start(x, need, i < len(rows), accumulate)
+        for i, (x, need) in enumerate(zip([*rows, *whole], needs, strict=True))
+    ]
     with _no_autocast(rows[0]):
         for part in parts(count, chunk_rows):
             inputs = [*[r[part] for r in rows], *whole]

@@ -19,24 +19,16 @@ CODES: dict[str, tuple[str, str]] = {
         "return only the log-probabilities that are read",
     ),
     "wrong_axis": (
-        "the loss normalises over another axis than the vocabulary",
+        "an operation meant for the vocabulary runs over another axis",
         "check the dim argument; if it is meant, nothing can be fused here",
     ),
     "rows_mix": (
-        "an operation mixes rows or reorders the vocabulary while it is alive",
+        "an operation combines or reorders rows while the vocabulary is alive, or may do so",
         "select or combine rows before the head, or after the loss",
     ),
-    "unsupported_transform": (
-        "the logits are changed in a way that has no fused form yet",
-        "scale, softcap and bias are fused; move other terms behind the loss",
-    ),
     "unsupported_loss": (
-        "the vocabulary is reduced in a way that has no fused form yet",
-        "cross entropy, nll_loss, gather and logsumexp are fused",
-    ),
-    "unsupported_product": (
-        "the product that makes the logits is not x @ W.T with one two-dimensional weight",
-        "write the head as F.linear(x, W, b)",
+        "nothing is computed from these logits but other logits",
+        "compile the loss together with the head",
     ),
     "unsupported_dtype": (
         "hidden states, weight and logits have dtypes that the fused operators do not take",

@@ -16,8 +16,9 @@ from torch import fx
 
 from fuse_losses.graph import rows as R
 from fuse_losses.graph.products import Product
-from fuse_losses.graph.rows import RowAnalysis, Rowed, argument, same, sizes
+from fuse_losses.graph.rows import RowAnalysis, Rowed, argument
 from fuse_losses.head.algebra import RowStep
+from fuse_losses.head.sizes import dim_of, same, sizes
 from fuse_losses.report.decline import Declined
 
 aten = torch.ops.aten
@@ -232,9 +233,11 @@ def _along(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     for arg in schema[1:]:
         given = argument(node, arg.name)
         if arg.name == "dim":
-            dims = R.reduced_dims(node) if node.target in R.REDUCE else [R.dim_of(given, source)]
+            dims = R.reduced_dims(node) if node.target in R.REDUCE else [dim_of(given, source)]
             mapped = [build.inner_dim(source, d) for d in dims]
-            given = mapped if isinstance(given, (list, tuple)) or str(arg.type).startswith("Optional[List") else mapped[0]
+            given = (
+                mapped if isinstance(given, (list, tuple)) or str(arg.type).startswith("Optional[List") else mapped[0]
+            )
             if given is not mapped and len(mapped) != 1:
                 raise Declined("rows_mix", f"{node.target} flattens its input")
         args.append(constant(given, f"an argument of {node.target}"))
@@ -285,7 +288,7 @@ def _getitem(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
 def _indexed(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     source = cast(fx.Node, node.args[0])
     labels, shape = build.labels(source), sizes(source)
-    dim = build.inner_dim(source, R.dim_of(node.args[1], source))
+    dim = build.inner_dim(source, dim_of(node.args[1], source))
     operands = [build.aligned(a, labels, shape, steps) for a in node.args[2:]]
     return build.call(cast("Callable[..., Any]", node.target), build.emit(source, steps), dim, *operands, **node.kwargs)
 
@@ -356,8 +359,10 @@ def _view(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
 
 @emitter(aten.unsqueeze.default)
 def _unsqueeze(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
-    dim = R.dim_of(node.args[1], node)
-    return build.call(aten.unsqueeze.default, build.emit(cast(fx.Node, node.args[0]), steps), build.inner_dim(node, dim))
+    dim = dim_of(node.args[1], node)
+    return build.call(
+        aten.unsqueeze.default, build.emit(cast(fx.Node, node.args[0]), steps), build.inner_dim(node, dim)
+    )
 
 
 @emitter(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
@@ -410,7 +415,7 @@ def _expand(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
 def _slice(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     source = cast(fx.Node, node.args[0])
     labels = build.labels(source)
-    dim = R.dim_of(argument(node, "dim"), source)
+    dim = dim_of(argument(node, "dim"), source)
     if node.target is aten.slice.Tensor:
         kind, args = "slice", (argument(node, "start"), argument(node, "end"), argument(node, "step"))
     else:
@@ -428,7 +433,7 @@ def _slice(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
 def _slice_scatter(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     source, part = cast(fx.Node, node.args[0]), node.args[1]
     labels = build.labels(source)
-    dim = R.dim_of(argument(node, "dim"), source)
+    dim = dim_of(argument(node, "dim"), source)
     fixed = [constant(argument(node, name), "a slice of the vocabulary") for name in ("start", "end", "step")]
     shape = sizes(part)
     written = build.aligned(part, labels[len(labels) - len(shape) :], shape, steps)
@@ -440,5 +445,5 @@ def _slice_scatter(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
 @emitter(aten.cat.default, aten.stack.default)
 def _join(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     parts = [build.emit(p, steps) for p in cast("list[fx.Node]", node.args[0])]
-    dim = R.dim_of(argument(node, "dim"), node)
+    dim = dim_of(argument(node, "dim"), node)
     return build.call(cast("Callable[..., Any]", node.target), parts, build.inner_dim(node, dim))

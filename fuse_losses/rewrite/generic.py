@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from fuse_losses.graph.products import Product, value
-from fuse_losses.graph.rows import RowAnalysis, Rowed, argument, same, sizes
+from fuse_losses.graph.rows import RowAnalysis, Rowed, argument
+from fuse_losses.head.sizes import same, sizes
 from fuse_losses.rewrite.chunk_graph import ChunkGraph, RowInput, WholeInput, nll_behind, row_sum_dims
 from fuse_losses.rewrite.slices import ExitSlice
 from fuse_losses.rewrite.writer import Writer
@@ -134,7 +135,11 @@ class GenericWriter(Writer):
         rest = [d for d, label in enumerate(labels) if label != "r"]
         out = self.call(aten.reshape.default, flat, self.shape([shape[d] for d in first + rest]))
         order = first + rest
-        return out if order == sorted(order) else self.call(aten.permute.default, out, [order.index(d) for d in sorted(order)])
+        return (
+            out
+            if order == sorted(order)
+            else self.call(aten.permute.default, out, [order.index(d) for d in sorted(order)])
+        )
 
     def _sum(self, node: fx.Node, flat: fx.Node) -> fx.Node:
         """Sums over rows of the sums inside them; a mean divides by all that it summed."""
@@ -148,7 +153,11 @@ class GenericWriter(Writer):
             count: Any = 1
             for d in (*inner, *rows):
                 size = self.size(shape[d])
-                count = count * size if isinstance(count, int) and isinstance(size, int) else self.call(operator.mul, count, size)
+                count = (
+                    count * size
+                    if isinstance(count, int) and isinstance(size, int)
+                    else self.call(operator.mul, count, size)
+                )
             out = self.call(aten.div.Tensor, out, count)
         out = self.call(aten.reshape.default, out, self.shape(sizes(node)))
         return self.call(aten.to.dtype, out, node.meta["val"].dtype)
@@ -170,5 +179,3 @@ class GenericWriter(Writer):
                 count = self.call(aten.sum.default, self.call(aten.mul.Tensor, picked, valid))
             total = self.call(aten.div.Tensor, total, count)
         return self.call(aten.to.dtype, total, dtype)
-
-

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fuse_losses.graph.products import Product, value
-from fuse_losses.graph.rows import sizes
 from fuse_losses.head.algebra import Functional, Logits, LogSumExp, NllLoss, Selected
+from fuse_losses.head.sizes import sizes
 from fuse_losses.rewrite.slices import SYM_SIZE
 from fuse_losses.rewrite.writer import Writer
 

@@ -16,7 +16,7 @@ from fuse_losses.graph.region import Region
 from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed
 from fuse_losses.graph.tail import Tail
 from fuse_losses.head.algebra import PER_ROW, Functional, NllLoss
-from fuse_losses.head.lift import Lifted
+from fuse_losses.head.values import Lifted
 from fuse_losses.report.decline import Declined
 from fuse_losses.rewrite.chunk_graph import ChunkGraph
 

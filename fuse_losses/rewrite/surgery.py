@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from fuse_losses.graph import calls
 from fuse_losses.graph.region import Region
 from fuse_losses.rewrite.slices import ExitSlice
 from fuse_losses.rewrite.writer import Writer

@@ -10,8 +10,8 @@ from torch import fx
 
 from fuse_losses.graph.products import Product, value
 from fuse_losses.graph.region import Region
-from fuse_losses.graph.rows import same
 from fuse_losses.head.algebra import RowStep
+from fuse_losses.head.sizes import same
 from fuse_losses.plan.choose import Plan
 from fuse_losses.rewrite.slices import SYM_SIZE, ExitSlice
 
