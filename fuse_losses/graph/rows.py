@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fuse_losses.head.sizes import arange_along, dim_of, hint, same, sizes
+from fuse_losses.head.sizes import SIZES, arange_along, dim_of, hint, same, sizes
 
 aten = torch.ops.aten
 
@@ -124,7 +124,7 @@ def analyse(graph: fx.Graph, sources: Mapping[fx.Node, int]) -> RowAnalysis:
         rank = len(sizes(node))
         state.values[node] = Rowed("".join("v" if i == vocab_dim else "r" for i in range(rank)))
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is aten.sym_size.int:
+        if node.op != "call_function" or node.target in SIZES:
             continue
         inputs = [a for a in node.all_input_nodes if a in state.values]
         if inputs:

@@ -1,4 +1,4 @@
-"""The tail: everything behind the products of a graph, retraced to ATen so that every spelling of a loss looks the same."""
+"""The tail: everything behind the products of a graph, retraced to ATen so that every spelling looks the same."""
 
 from __future__ import annotations
 

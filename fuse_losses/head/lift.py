@@ -12,7 +12,7 @@ from torch import fx
 
 import fuse_losses.head.rules  # noqa: F401  fills the table
 from fuse_losses.head.algebra import Logits, LogProb, LogSumExp, Selected
-from fuse_losses.head.sizes import same, sizes
+from fuse_losses.head.sizes import SIZES, same, sizes
 from fuse_losses.head.values import RULES, Lift, Lifted, Unlifted, Wide, functional_behind
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ def lift(graph: fx.Graph, sources: Mapping[fx.Node, tuple[Any, int]], cut: Itera
     cuts = set(cut)
     state = Lift({n: Wide("logits", Logits(detached=n in cuts, product=p), dim) for n, (p, dim) in sources.items()})
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is aten.sym_size.int:
+        if node.op != "call_function" or node.target in SIZES:
             continue
         alive = [a for a in node.all_input_nodes if isinstance(state.values.get(a), (Wide, Unlifted))]
         value = _interpret(state, node, alive) if alive else _combine(state, node)

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
+SIZES = (aten.sym_size.int, aten.sym_numel.default)  # they read a shape, not the values
 
 
 def sizes(node: object) -> tuple[Any, ...]:

@@ -150,14 +150,7 @@ class GenericWriter(Writer):
         out = self._unflattened(flat, "".join(labels[d] for d in left), tuple(shape[d] for d in left))
         out = self.call(aten.sum.dim_IntList, out, [left.index(d) for d in rows])
         if node.target in (aten.mean.default, aten.mean.dim):
-            count: Any = 1
-            for d in (*inner, *rows):
-                size = self.size(shape[d])
-                count = (
-                    count * size
-                    if isinstance(count, int) and isinstance(size, int)
-                    else self.call(operator.mul, count, size)
-                )
+            count = self.numel([shape[d] for d in (*inner, *rows)])
             out = self.call(aten.div.Tensor, out, count)
         out = self.call(aten.reshape.default, out, self.shape(sizes(node)))
         return self.call(aten.to.dtype, out, node.meta["val"].dtype)

@@ -11,8 +11,7 @@ from torch import fx
 from fuse_losses.graph.products import Product, value
 from fuse_losses.head.algebra import Functional, Logits, LogSumExp, NllLoss, Selected
 from fuse_losses.head.sizes import sizes
-from fuse_losses.rewrite.slices import SYM_SIZE
-from fuse_losses.rewrite.writer import Writer
+from fuse_losses.rewrite.writer import SYM_SIZE, Writer
 
 aten = torch.ops.aten
 NO_IGNORE = -(2**63)  # no valid target: where nothing is ignored, this value is out of range like any other

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 from torch import fx
 
 from fuse_losses.graph import calls
@@ -16,12 +15,12 @@ from fuse_losses.graph.region import Region
 from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed
 from fuse_losses.graph.tail import Tail
 from fuse_losses.head.algebra import PER_ROW, Functional, NllLoss
+from fuse_losses.head.sizes import SIZES
 from fuse_losses.head.values import Lifted
 from fuse_losses.report.decline import Declined
 from fuse_losses.rewrite.chunk_graph import ChunkGraph
 
 FUNCTIONALS = (*PER_ROW, NllLoss)
-SYM_SIZE = torch.ops.aten.sym_size.int
 
 
 @dataclass
@@ -122,7 +121,7 @@ class Slicer:
 
     def _reads_wide(self, node: fx.Node) -> bool:
         """True if the vocabulary is alive in what the node reads (through the tuple of a sort, a max, an nll_loss)."""
-        if node.target is SYM_SIZE:
+        if node.target in SIZES:
             return False
         if node.target is operator.getitem and not _is_wide(self.analysis, node):
             return self._reads_wide(cast(fx.Node, node.args[0]))
@@ -138,7 +137,7 @@ def _copied(node: fx.Node) -> Iterable[fx.Node]:
     if node.op != "call_function":
         raise LookupError(f"{node} stands for no node of the graph")
     # a size is found anew, so that it does not keep the logits alive
-    return () if node.target is SYM_SIZE else node.all_input_nodes
+    return () if node.target in SIZES else node.all_input_nodes
 
 
 def _refs(functional: Functional) -> list[fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -11,11 +12,12 @@ from torch import fx
 from fuse_losses.graph.products import Product, value
 from fuse_losses.graph.region import Region
 from fuse_losses.head.algebra import RowStep
-from fuse_losses.head.sizes import same
+from fuse_losses.head.sizes import same, sizes
 from fuse_losses.plan.choose import Plan
-from fuse_losses.rewrite.slices import SYM_SIZE, ExitSlice
+from fuse_losses.rewrite.slices import ExitSlice
 
 aten = torch.ops.aten
+SYM_SIZE = aten.sym_size.int
 
 
 class Writer:
@@ -48,6 +50,8 @@ class Writer:
             return made
         if node.target is SYM_SIZE:
             return cast(fx.Node, self.size(node.meta["val"]))
+        if node.target is aten.sym_numel.default:
+            return cast(fx.Node, self.numel(sizes(node.args[0])))
         args = fx.node.map_arg(node.args, self.ref)
         kwargs = fx.node.map_arg(node.kwargs, self.ref)
         return self.graph.call_function(cast("Callable[..., Any]", node.target), args, kwargs)
@@ -64,12 +68,21 @@ class Writer:
                     return self.call(SYM_SIZE, node, dim)
         raise LookupError(f"no tensor of the graph has the size {wanted}")
 
-    def shape(self, sizes: Sequence[Any]) -> list[Any]:
+    def numel(self, shape: Sequence[Any]) -> Any:
+        """The product of sizes, as a constant or as a node."""
+        count: Any = 1
+        for wanted in shape:
+            size = self.size(wanted)
+            known = isinstance(count, int) and isinstance(size, int)
+            count = count * size if known else self.call(operator.mul, count, size)
+        return count
+
+    def shape(self, wanted: Sequence[Any]) -> list[Any]:
         """A shape to reshape to; one unknown size is left to the reshape."""
-        unknown = [i for i, s in enumerate(sizes) if not isinstance(s, int)]
+        unknown = [i for i, s in enumerate(wanted) if not isinstance(s, int)]
         if len(unknown) == 1:
-            return [-1 if i in unknown else s for i, s in enumerate(sizes)]
-        return [self.size(s) for s in sizes]
+            return [-1 if i in unknown else s for i, s in enumerate(wanted)]
+        return [self.size(s) for s in wanted]
 
     def as_dtype(self, node: fx.Node, dtype: torch.dtype, before: torch.dtype) -> fx.Node:
         return node if dtype == before else self.call(aten.to.dtype, node, dtype)
