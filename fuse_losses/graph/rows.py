@@ -63,6 +63,7 @@ BROADCAST = (
     aten.where.ScalarOther,
     aten.where.Scalar,
     aten.fill.Scalar,
+    aten.fill.Tensor,
 )
 # dims argument first, keepdim second; every other argument stays as it is
 REDUCE = (
@@ -78,6 +79,9 @@ REDUCE = (
     aten.argmin.default,
     aten.max.dim,
     aten.min.dim,
+    aten.var.correction,
+    aten.std.correction,
+    aten.linalg_vector_norm.default,
 )
 SUMS = (aten.sum.default, aten.mean.default, aten.sum.dim_IntList, aten.mean.dim)
 # computed along one dim, which stays
@@ -218,6 +222,8 @@ def _reduce(state: RowAnalysis, node: fx.Node) -> Value:
     if source is None:
         return lose(node, "rows_mix", f"{_name(node)} takes its dims from something else")
     dims = reduced_dims(node)
+    if "r" not in source.labels and node.target in (aten.sum.default, aten.mean.default):
+        return Loose()
     if any(source.labels[d] == "r" for d in dims):
         inner_gone = all(source.labels[d] == "r" or d in dims for d in range(len(source.labels)))
         if node.target in SUMS and (inner_gone or not source.wide):
@@ -448,10 +454,10 @@ def _slice_scatter(state: RowAnalysis, node: fx.Node) -> Value:
 def _join(state: RowAnalysis, node: fx.Node) -> Value:
     parts = cast("list[fx.Node]", node.args[0])
     dim = dim_of(argument(node, "dim"), node)
-    found = [state.rowed(p) for p in parts]
-    if not all(found) or len({r.labels for r in found if r is not None}) != 1:
+    found = [r for r in map(state.rowed, parts) if r is not None]  # the others are plain, of the same rows
+    labels = found[0].labels
+    if len({r.labels for r in found}) != 1 or any(len(sizes(p)) != len(labels) for p in parts):
         return lose(node, "rows_mix", f"{_name(node)} joins the logits with something else")
-    labels = cast(Rowed, found[0]).labels
     if node.target is aten.stack.default:
         return Rowed(labels[:dim] + "i" + labels[dim:])
     if labels[dim] == "r":

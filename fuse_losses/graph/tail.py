@@ -76,6 +76,7 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
 
     traced = make_fx(torch.func.functionalize(run), tracing_mode="real")(*values)
     traced.graph.eliminate_dead_code()  # what an operation that failed left behind has no value
+    _write_out_numbers(traced)
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     output = next(n for n in traced.graph.nodes if n.op == "output")
     outputs = output.args[0]
@@ -88,6 +89,23 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
         {n: copy.args[0] for n, copy in zip(kept, outputs, strict=True)},
         opaque,
     )
+
+
+def _write_out_numbers(traced: fx.GraphModule) -> None:
+    """Numbers that the retrace keeps as tensors of its own (`z[..., V:] = -1e9`) become operators that make them."""
+    for node in traced.graph.find_nodes(op="get_attr"):
+        constant = getattr(traced, str(node.target))
+        if not isinstance(constant, torch.Tensor) or constant.dim() or type(constant) is not torch.Tensor:
+            continue
+        with traced.graph.inserting_before(node):
+            made = traced.graph.call_function(
+                torch.ops.aten.scalar_tensor.default,
+                (constant.item(),),
+                {"dtype": constant.dtype, "device": constant.device},
+            )
+        made.meta.update(node.meta, val=constant)
+        node.replace_all_uses_with(made)
+        traced.graph.erase_node(node)
 
 
 def _dependents(graph: fx.Graph, roots: Sequence[fx.Node]) -> list[fx.Node]:

@@ -195,6 +195,14 @@ class ChunkGraph:
             made = self.call(aten.unsqueeze.default, made, 1)
         return made
 
+    def rowwise(self, arg: object, labels: str, steps: Steps) -> Any:
+        """An operand that has every row itself, a single one too: nothing is broadcast."""
+        if not isinstance(arg, fx.Node) or not isinstance(arg.meta.get("val"), torch.Tensor):
+            return self.aligned(arg, labels, (), steps)
+        if self.analysis.depends(arg):
+            return self.aligned(arg, labels, sizes(arg), steps)
+        return self.row_input(RowInput(arg, steps, labels, sizes(arg)))
+
 
 Emitter = Callable[[ChunkGraph, fx.Node, Steps], fx.Node]
 EMITTERS: dict[Any, Emitter] = {}
@@ -287,9 +295,9 @@ def _getitem(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
 @emitter(aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default)
 def _indexed(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     source = cast(fx.Node, node.args[0])
-    labels, shape = build.labels(source), sizes(source)
+    labels = build.labels(source)
     dim = build.inner_dim(source, dim_of(node.args[1], source))
-    operands = [build.aligned(a, labels, shape, steps) for a in node.args[2:]]
+    operands = [build.rowwise(a, labels, steps) for a in node.args[2:]]
     return build.call(cast("Callable[..., Any]", node.target), build.emit(source, steps), dim, *operands, **node.kwargs)
 
 
@@ -444,6 +452,8 @@ def _slice_scatter(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
 
 @emitter(aten.cat.default, aten.stack.default)
 def _join(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
-    parts = [build.emit(p, steps) for p in cast("list[fx.Node]", node.args[0])]
+    parts = cast("list[fx.Node]", node.args[0])
+    labels = next(build.labels(p) for p in parts if build.analysis.depends(p))
+    made = [build.rowwise(p, labels, steps) for p in parts]
     dim = dim_of(argument(node, "dim"), node)
-    return build.call(cast("Callable[..., Any]", node.target), parts, build.inner_dim(node, dim))
+    return build.call(cast("Callable[..., Any]", node.target), made, build.inner_dim(node, dim))
