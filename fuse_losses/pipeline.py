@@ -113,13 +113,14 @@ def _fuse_heads(gm: fx.GraphModule, options: Options, report: Report, checkpoint
         _decline_all(products, anchors, error, report)
         return False
     slicer = Slicer(tail, analysis, values, cuts)
+    replaced: dict[fx.Node, fx.Node] = {}
     changed = False
     for region in regions:
         anchor = anchors[region.products[0].node]
         context = Context(value(region.products[0].node).device.type, checkpointed)
         parts = _lift(gm, slicer, region, anchor, context, options, report)
         for part in parts:
-            _rewrite(gm.graph, region, part, analysis)
+            _rewrite(gm.graph, region, part, analysis, replaced)
             report.heads.append(_fused(part, calls.user_line(anchor.loss)))
         if parts:
             erase_unused(gm.graph, region)
@@ -195,13 +196,18 @@ def _lift(
 
 def _slices(slicer: Slicer, region: Region, exits: Sequence[fx.Node]) -> list[ExitSlice]:
     lifted = [slicer.lifted(region, e) for e in exits]
-    if all(lifted):
-        return [s for s in lifted if s is not None]
-    return [slicer.by_rows(region, e) for e in exits]
+    slices = [s for s in lifted if s is not None]
+    if len(slices) < len(exits):
+        slices = [slicer.by_rows(region, e) for e in exits]
+    for part in slices:
+        if any(p.given for p in region.products) and part.selects_rows:
+            reason = "rows are selected from logits that are given to this graph"
+            raise Declined("logits_sliced", reason, calls.user_line(part.exit))
+    return slices
 
 
 def _plan(gm: fx.GraphModule, region: Region, slices: Sequence[ExitSlice], context: Context, options: Options) -> Part:
-    operands = [n for p in region.products for n in (p.x, p.weight, p.bias) if n is not None]
+    operands = [n for p in region.products for n in p.operands]
     for part in slices:
         check_writes(gm.graph, region, part.exit, [*operands, *part.reads])
     head = _head(region, slices)
@@ -242,14 +248,16 @@ def _normalised(analysis: RowAnalysis, node: fx.Node) -> bool:
     return False
 
 
-def _rewrite(graph: fx.Graph, region: Region, part: Part, analysis: RowAnalysis) -> None:
+def _rewrite(
+    graph: fx.Graph, region: Region, part: Part, analysis: RowAnalysis, replaced: dict[fx.Node, fx.Node]
+) -> None:
     made: dict[object, object] = {}
     if part.plan.executor == "kernels":
-        replace_exits(graph, part.slices, lambda s: IndexedWriter(graph, region, s, part.plan, made))
+        replace_exits(graph, part.slices, lambda s: IndexedWriter(graph, region, s, part.plan, made), replaced)
         return
     order = {n: i for i, n in enumerate(graph.nodes)}
     shared = {"analysis": analysis, "loops": loops(part.slices, order), "register": register_region}
-    replace_exits(graph, part.slices, lambda s: GenericWriter(graph, region, s, part.plan, made, **shared))
+    replace_exits(graph, part.slices, lambda s: GenericWriter(graph, region, s, part.plan, made, **shared), replaced)
 
 
 def _head(region: Region, slices: Sequence[ExitSlice]) -> Head:
@@ -266,7 +274,8 @@ def _head(region: Region, slices: Sequence[ExitSlice]) -> Head:
             rows = None if rows is None or hinted is None else rows * hinted
     hidden = tuple(hint(value(p.x).shape[p.hidden_dim]) or 0 for p in region.products)
     dtype = str(value(product.node).dtype).removeprefix("torch.")
-    return Head(tuple(functionals), vocab, hidden, rows, dtype, bool(region.returned), operations)
+    given = all(p.given for p in region.products)
+    return Head(tuple(functionals), vocab, hidden, rows, dtype, bool(region.returned), operations, given)
 
 
 def _declined(decline: Decline, products: Sequence[Product], where: str) -> HeadReport:

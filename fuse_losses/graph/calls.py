@@ -29,18 +29,16 @@ OTHER_PRODUCTS = {
 
 # A loss is looked for behind every one of these.
 HARD_LOSSES = {F.cross_entropy, F.nll_loss}
-NORMALISERS = {
+LOG_NORMALISERS = {
     F.log_softmax,
-    F.softmax,
     torch.log_softmax,
-    torch.softmax,
     torch.logsumexp,
     torch.special.logsumexp,
     torch.special.log_softmax,
     "log_softmax",
-    "softmax",
     "logsumexp",
 }
+NORMALISERS = LOG_NORMALISERS | {F.softmax, torch.softmax, "softmax"}
 # Walking back from a loss never crosses these: what is behind them is the body of the model.
 BODY = {F.embedding, F.layer_norm, F.rms_norm, F.dropout, F.scaled_dot_product_attention, F.group_norm}
 

@@ -15,15 +15,27 @@ MAX_WALK = 64  # nodes between a loss and its head; real tails have about ten
 
 @dataclass(frozen=True)
 class Product:
-    """logits = x . weight (+ bias): `node` has the vocabulary at `vocab_dim`, its other dims are x's rows in order."""
+    """logits = x . weight (+ bias): `node` has the vocabulary at `vocab_dim`, its other dims are x's rows in order.
+
+    Without a weight, the logits are given to this graph: x is the node itself.
+    """
 
     node: fx.Node
     x: fx.Node
-    weight: fx.Node
+    weight: fx.Node | None
     bias: fx.Node | None = None
     weight_is_vh: bool = True  # [V, H], else [H, V]
     vocab_dim: int = -1  # non-negative once built
     hidden_dim: int = -1  # of x, non-negative once built
+
+    @property
+    def given(self) -> bool:
+        return self.weight is None
+
+    @property
+    def operands(self) -> tuple[fx.Node, ...]:
+        """The nodes that the logits are made of."""
+        return tuple(n for n in (self.x, self.weight, self.bias) if n is not None)
 
     @property
     def vocab(self) -> int | torch.SymInt:
@@ -139,12 +151,29 @@ def find_anchors(graph: fx.Graph) -> list[Anchor]:
         hard = calls.is_call(loss, calls.HARD_LOSSES)
         if not hard and not calls.is_call(loss, calls.NORMALISERS):
             continue
-        for product in _walk_back(loss):
+        products = list(_walk_back(loss)) or list(_given_to(loss))
+        for product in products:
             known = found.get(product.node)
             if known is None or (hard and not known.hard):
                 found[product.node] = Anchor(product, loss, hard)
     order = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(found.values(), key=lambda a: order[a.product.node])
+
+
+def _given_to(loss: fx.Node) -> Iterator[Product]:
+    """Logits that are an input of the graph, where the loss is compiled on its own."""
+    if not calls.is_call(loss, calls.HARD_LOSSES | calls.LOG_NORMALISERS):
+        return
+    node, steps = loss, 0
+    while node.op in ("call_function", "call_method") and steps < MAX_WALK:
+        before = node.args[0] if node.args else node.kwargs.get("input")
+        if not is_tensor(before):
+            return
+        assert isinstance(before, fx.Node)
+        node, steps = before, steps + 1
+    if node.op == "placeholder" and value(node).is_floating_point() and value(node).dim() > 0:
+        last = value(node).dim() - 1
+        yield Product(node, node, None, vocab_dim=last, hidden_dim=last)
 
 
 def _walk_back(loss: fx.Node) -> Iterator[Product]:

@@ -116,8 +116,8 @@ def check_graph(graph: fx.Graph, where: str) -> None:
 def check_product(product: Product) -> None:
     """Refuse what the operators cannot take: tensor subclasses (DTensor), dtypes that are not floats."""
     where = calls.user_line(product.node)
-    for node in (product.x, product.weight, product.bias, product.node):
-        if node is not None and (is_traceable_wrapper_subclass(value(node)) or type(value(node)).__name__ == "DTensor"):
+    for node in (*product.operands, product.node):
+        if is_traceable_wrapper_subclass(value(node)) or type(value(node)).__name__ == "DTensor":
             raise Declined("sharded", f"{node.name} is a {type(value(node)).__name__}", where)
     if value(product.node).dtype not in FLOATS:
         raise Declined("unsupported_dtype", f"the logits are {value(product.node).dtype}", where)
@@ -127,7 +127,7 @@ def check_writes(graph: fx.Graph, region: Region, exit: fx.Node, reads: Collecti
     """Refuse to move the reading of `reads` down to `exit` if one of them is written to in between."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     members = set(region.nodes)
-    operands = {n for p in region.products for n in (p.x, p.weight, p.bias)}
+    operands = {n for p in region.products for n in p.operands}
     first: dict[Any, int] = {}
     for node in reads:
         if not is_tensor(node):
@@ -136,7 +136,7 @@ def check_writes(graph: fx.Graph, region: Region, exit: fx.Node, reads: Collecti
         key = _storage(node)
         first[key] = min([first.get(key, order[exit]), *readers, order[exit]])
         if node in operands:
-            first[key] = min(first[key], *(order[p.node] for p in region.products if node in (p.x, p.weight, p.bias)))
+            first[key] = min(first[key], *(order[p.node] for p in region.products if node in p.operands))
     for node in graph.nodes:
         if order[node] >= order[exit]:
             break

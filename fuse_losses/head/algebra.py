@@ -119,7 +119,7 @@ class Head:
 
     vocab: the largest of the products; hidden: theirs; rows: None if symbolic without a hint; dtype: of the logits;
     returned: the raw logits leave too; operations: values over the vocabulary that are computed for a row where the
-    region has no form in the algebra, else 0.
+    region has no form in the algebra, else 0; given: the logits are an input of the graph.
     """
 
     functionals: tuple[Functional, ...]
@@ -129,10 +129,11 @@ class Head:
     dtype: str
     returned: bool = False
     operations: int = 0
+    given: bool = False
 
     @property
     def summary(self) -> str:
-        products = "linear" if len(self.hidden) == 1 else f"{len(self.hidden)} linear"
+        products = "logits" if self.given else "linear" if len(self.hidden) == 1 else f"{len(self.hidden)} linear"
         if self.operations:
             return f"{products} + row-wise loss of {self.operations} operations over the vocabulary"
         names = {LogProb: "log-prob", LogSumExp: "logsumexp", Selected: "selected logit"}

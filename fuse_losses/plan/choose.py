@@ -26,7 +26,8 @@ class Plan:
     """How a head is computed.
 
     executor: "kernels" (specialised operators) or "rows" (the region's own operations, chunk by chunk); gradients:
-    "forward" (made with the loss, three products) or "recompute" (logits made again in backward, four products);
+    "forward" (made with the loss, three products), "recompute" (logits made again in backward, four products) or
+    "backward" (of given logits);
     compiled: the chunk's operations are compiled into kernels of their own; bytes_saved: logits, gradients and copies
     that eager would hold, less the chunk; None if the number of rows is not known.
     """
@@ -44,6 +45,8 @@ def choose(head: Head, context: Context, options: Options) -> Plan | Decline:
     """Decide how to compute the head, or why not to."""
     if head.vocab < options.min_vocab:
         return Decline("small_vocab", f"{head.vocab} classes, fewer than min_vocab={options.min_vocab}")
+    if head.given and head.operations:
+        return Decline("no_gain", "the logits are given to this graph, and this loss over them has no kernel")
     gpu = context.device == "cuda"
     itemsize = ITEMSIZE[head.dtype]
     # where there is no kernel, a chunk is worked on in float32
@@ -57,7 +60,7 @@ def choose(head: Head, context: Context, options: Options) -> Plan | Decline:
         executor, (gradients, why) = "kernels", _gradients(head, context)
     chunk_rows = options.chunk_rows or chunk_rows
     saved = None
-    if head.rows is not None:
+    if head.rows is not None and not head.given:
         # eager keeps the logits and log-probs for backward and makes their gradient; the chunk is what is left of them
         whole = head.rows * head.vocab * itemsize * len(head.hidden)
         chunk = min(chunk_rows, head.rows) * head.vocab * itemsize
@@ -70,6 +73,8 @@ FEWEST_ROWS = {True: 128, False: 16}  # a chunk of fewer rows wastes a GPU's, a 
 
 
 def _gradients(head: Head, context: Context) -> tuple[str, str]:
+    if head.given:
+        return "backward", "the logits are given to this graph, and their gradient is made from them in backward"
     sums = [f for f in head.functionals if isinstance(f, NllLoss)]
     if len(sums) < len(head.functionals):
         kinds = "logsumexp" if any(isinstance(f, LogSumExp) for f in head.functionals) else "per-row values"

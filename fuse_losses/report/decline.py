@@ -18,6 +18,14 @@ CODES: dict[str, tuple[str, str]] = {
         "the log-probabilities of the whole vocabulary leave the graph",
         "return only the log-probabilities that are read",
     ),
+    "no_gain": (
+        "the logits exist before this graph begins, and running the loss chunk by chunk would save nothing",
+        "compile head and loss together",
+    ),
+    "logits_sliced": (
+        "the loss is compiled apart from the head and takes only some rows of the logits, which would be copied",
+        "compile head and loss together, or pad and shift the labels instead of the logits",
+    ),
     "wrong_axis": (
         "an operation meant for the vocabulary runs over another axis",
         "check the dim argument; if it is meant, nothing can be fused here",

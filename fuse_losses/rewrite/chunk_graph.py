@@ -132,6 +132,8 @@ class ChunkGraph:
 
     def _product(self, product: Product, steps: Steps) -> fx.Node:
         x = self.row_input(RowInput(product, steps))
+        if product.given:
+            return x
         weight = self.whole_input(WholeInput(product, "weight"))
         if product.bias is None:
             return self.call(aten.linear.default, x, weight)

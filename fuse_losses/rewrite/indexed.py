@@ -65,6 +65,7 @@ class IndexedWriter(Writer):
         ignore = getattr(functional, "ignore_index", None)
         wraps = getattr(functional, "wraps", False)
         summed = isinstance(functional, NllLoss) and (self.plan.gradients == "forward" or not grad)
+        summed = summed and not cast(Product, functional.logits.product).given
         key = (functional.logits, functional.target, ignore, wraps, summed, grad)
         if key not in self.made:
             self.made[key] = self._write_fused(functional.logits, functional.target, ignore, wraps, summed)
@@ -74,7 +75,7 @@ class IndexedWriter(Writer):
         self, logits: Logits, target: fx.Node | None, ignore: int | None, wraps: bool, summed: bool
     ) -> dict[str, fx.Node]:
         product = cast(Product, logits.product)
-        x, weight, bias = self._operands(product, logits)
+        x = self.rows_of(product, logits.rows)
         ignore_index = NO_IGNORE if ignore is None else ignore
         if target is None:  # only the logsumexp is wanted: every row is ignored
             rows = self.call(SYM_SIZE, x, 0)
@@ -86,25 +87,30 @@ class IndexedWriter(Writer):
                 from_end = self.call(aten.add.Tensor, y, self.size(product.vocab))
                 y = self.call(aten.where.self, self.call(aten.lt.Scalar, y, 0), from_end, y)
         shape_of_map = (logits.map.squash, logits.map.inner, logits.map.outer, ignore_index)
-        tail = (*shape_of_map, self.plan.chunk_rows, self.plan.accumulate)
-        given = self._given_logits(product, logits)
-        if summed:
-            total = self.call(torch.ops.fuse_losses.linear_nll_sum.default, x, weight, bias, y, None, given, *tail)
-            return {"nll_sum": total, "target": y}
-        both = self.call(torch.ops.fuse_losses.linear_log_prob.default, x, weight, bias, y, given, *tail)
+        if product.given:
+            x = self.call(aten.detach.default, x) if logits.detached else x
+            both = self.call(torch.ops.fuse_losses.log_prob.default, x, y, *shape_of_map, self.plan.chunk_rows)
+        else:
+            weight, bias = self._weight_and_bias(product, logits)
+            if logits.detached:
+                x, weight = self.call(aten.detach.default, x), self.call(aten.detach.default, weight)
+                bias = bias if bias is None else self.call(aten.detach.default, bias)
+            made = self._given_logits(product, logits)
+            tail = (*shape_of_map, self.plan.chunk_rows, self.plan.accumulate)
+            if summed:
+                total = self.call(torch.ops.fuse_losses.linear_nll_sum.default, x, weight, bias, y, None, made, *tail)
+                return {"nll_sum": total, "target": y}
+            both = self.call(torch.ops.fuse_losses.linear_log_prob.default, x, weight, bias, y, made, *tail)
         log_prob, lse = self.call(operator.getitem, both, 0), self.call(operator.getitem, both, 1)
         return {"log_prob": log_prob, "lse": lse, "target": y}
 
-    def _operands(self, product: Product, logits: Logits) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        x, weight, bias = self.rows_of(product, logits.rows), self.weight_of(product), self.bias_of(product)
+    def _weight_and_bias(self, product: Product, logits: Logits) -> tuple[fx.Node, fx.Node | None]:
+        weight, bias = self.weight_of(product), self.bias_of(product)
         if logits.bias is not None:
             extra = self.call(aten.reshape.default, self.ref(logits.bias), [-1])
             extra = self.as_dtype(extra, value(product.node).dtype, logits.bias.meta["val"].dtype)
             bias = extra if bias is None else self.call(aten.add.Tensor, bias, extra)
-        if logits.detached:
-            x, weight = self.call(aten.detach.default, x), self.call(aten.detach.default, weight)
-            bias = bias if bias is None else self.call(aten.detach.default, bias)
-        return x, weight, bias
+        return weight, bias
 
     def _given_logits(self, product: Product, logits: Logits) -> fx.Node | None:
         """The product itself, if it exists anyhow and its rows are these rows: one product less."""

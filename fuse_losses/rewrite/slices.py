@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import fx
 
 from fuse_losses.graph import calls
-from fuse_losses.graph.products import value
+from fuse_losses.graph.products import Product, value
 from fuse_losses.graph.region import Region
 from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed
 from fuse_losses.graph.tail import Tail
@@ -45,6 +45,13 @@ class ExitSlice:
     @property
     def differentiable(self) -> bool:
         return value(self.exit).requires_grad
+
+    @property
+    def selects_rows(self) -> bool:
+        """True if some rows of the logits are left out or moved."""
+        steps = [f.logits.rows for f in self.functionals.values()]
+        steps += [spec.steps for build in self.cuts.values() for spec in build.rows if isinstance(spec.source, Product)]
+        return any(step.kind not in ("reshape", "unsqueeze") for taken in steps for step in taken)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Writer:
         """A size as a constant, or read from a tensor that stays in the graph (never from the logits)."""
         if isinstance(wanted, int):
             return wanted
-        kept = [n for p in self.region.products for n in (p.x, p.weight)]
+        kept = [n for p in self.region.products for n in p.operands]
         known = [(n, getattr(n.meta.get("example_value"), "shape", ())) for n in (*kept, *self.part.reads)]
         for node, shape in (*known, *self.measured):
             for dim, size in enumerate(shape):
@@ -100,6 +100,7 @@ class Writer:
 
     def weight_of(self, product: Product) -> fx.Node:
         """The product's weight [V, H] in the product's dtype."""
+        assert product.weight is not None
         weight = product.weight if product.weight_is_vh else self.call(aten.t.default, product.weight)
         return self.as_dtype(weight, value(product.node).dtype, value(product.weight).dtype)
 
