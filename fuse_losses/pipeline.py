@@ -140,7 +140,7 @@ def _is_head(gm: fx.GraphModule, anchor: Anchor, options: Options, report: Repor
             return False
     try:
         if decline is None:
-            check_graph(gm.graph, where)
+            check_graph(gm.graph, anchor.product.node, where)
             check_product(anchor.product)
     except Declined as declined:
         decline = declined.decline
@@ -181,7 +181,7 @@ def _lift(
             for learned in (True, False):
                 group = [e for e in exits if value(e).requires_grad == learned]
                 if group:
-                    slices = _slices(slicer, region, group)
+                    slices = _slices(slicer, region, group, learned and not context.checkpointed)
                     parts.append(_plan(gm, region, slices, context, options))
     except Declined as declined:
         decline = declined.decline
@@ -194,11 +194,14 @@ def _lift(
     return parts
 
 
-def _slices(slicer: Slicer, region: Region, exits: Sequence[fx.Node]) -> list[ExitSlice]:
+def _slices(slicer: Slicer, region: Region, exits: Sequence[fx.Node], sums: bool) -> list[ExitSlice]:
+    """The exits over what kernels make, else over what the chunked region makes; `sums`: look for weighted sums."""
     lifted = [slicer.lifted(region, e) for e in exits]
     slices = [s for s in lifted if s is not None]
     if len(slices) < len(exits):
         slices = [slicer.by_rows(region, e) for e in exits]
+    elif len(slices) == 1 and sums:
+        slices = [slicer.weighted(region, slices[0]) or slices[0]]
     for part in slices:
         if any(p.given for p in region.products) and part.selects_rows:
             reason = "rows are selected from logits that are given to this graph"

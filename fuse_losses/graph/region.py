@@ -105,12 +105,19 @@ def _region(
     return Region(products, tuple(nodes), tuple(exits), returned, written, problem)
 
 
-def check_graph(graph: fx.Graph, where: str) -> None:
-    """Refuse a graph that differentiates inside itself."""
+def check_graph(graph: fx.Graph, head: fx.Node, where: str) -> None:
+    """Refuse a head inside of a functorch transform, or before one; a transform that has ended is the model's body."""
+    depth, behind = 0, False
     for node in graph.nodes:
-        target = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', node.target)}"
+        behind |= node is head
+        name = getattr(node.target, "__name__", str(node.target))
+        target = f"{getattr(node.target, '__module__', '')}.{name}"
         if node.op == "call_function" and ("functorch" in target or "_wrap_for_grad" in target or "vmap" in target):
-            raise Declined("functorch", f"the graph calls {getattr(node.target, '__name__', node.target)}", where)
+            depth += name.endswith("increment_nesting") - name.endswith("decrement_nesting")
+            if behind:
+                raise Declined("functorch", f"the graph calls {name}", where)
+        if node is head and depth:
+            raise Declined("functorch", "the head is inside of a functorch transform", where)
 
 
 def check_product(product: Product) -> None:

@@ -109,7 +109,45 @@ class NllLoss:
     factor: float = 1.0
 
 
-Functional = LogProb | LogSumExp | Selected | NllLoss
+@dataclass(frozen=True)
+class Link:
+    """A linear step between log-probs and the scalar: `times` or `over` a factor, `kept` or `dropped` by a mask,
+    `sum` or `mean` over some dims, or a `shape` alone; with the sizes before and after it.
+    """
+
+    kind: str
+    factor: Ref | float | None
+    before: tuple[Size, ...] = field(compare=False)
+    after: tuple[Size, ...] = field(compare=False)
+    dims: tuple[int, ...] = ()
+    keepdim: bool = False
+
+
+@dataclass(frozen=True)
+class WeightedLoss:
+    """sum_i w_i * log_prob_i over all rows: a scalar. The links, from the log-probs on, say what the weights are."""
+
+    log_prob: LogProb
+    links: tuple[Link, ...]
+
+    @property
+    def logits(self) -> Logits:
+        return self.log_prob.logits
+
+    @property
+    def target(self) -> Ref:
+        return self.log_prob.target
+
+    @property
+    def ignore_index(self) -> int | None:
+        return self.log_prob.ignore_index
+
+    @property
+    def wraps(self) -> bool:
+        return self.log_prob.wraps
+
+
+Functional = LogProb | LogSumExp | Selected | NllLoss | WeightedLoss
 PER_ROW = (LogProb, LogSumExp, Selected)
 
 
@@ -137,6 +175,7 @@ class Head:
         if self.operations:
             return f"{products} + row-wise loss of {self.operations} operations over the vocabulary"
         names = {LogProb: "log-prob", LogSumExp: "logsumexp", Selected: "selected logit"}
+        names[WeightedLoss] = "weighted sum of log-probs"
         parts: list[str] = []
         for f in self.functionals:
             name = f"cross entropy ({'mean' if f.mean else 'sum'})" if isinstance(f, NllLoss) else names[type(f)]

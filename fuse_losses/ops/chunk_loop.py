@@ -38,6 +38,14 @@ class Gradients(NamedTuple):
     bias: Tensor
 
 
+SMALL = 16 * 2**20  # bytes of logits that need no second chunk
+
+
+def rows_per_chunk(rows: int, chunk_rows: int, row_bytes: int) -> int:
+    """chunk_rows, or half of the rows if that is fewer: the logits are never alive whole, unless they are small."""
+    return chunk_rows if rows * row_bytes <= SMALL else min(chunk_rows, -(-rows // 2))
+
+
 def parts(rows: int, chunk_rows: int) -> Iterator[slice]:
     """Slices of at most `chunk_rows` rows that cover [0, rows)."""
     for start in range(0, rows, chunk_rows):

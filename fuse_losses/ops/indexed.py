@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fuse_losses.kernels.squash import Squash
-from fuse_losses.ops.chunk_loop import Needs, Projection, forward_loop, gradient_loop, parts
+from fuse_losses.ops.chunk_loop import Needs, Projection, forward_loop, gradient_loop, parts, rows_per_chunk
 from fuse_losses.ops.dispatch import indexed_kernels
 from fuse_losses.ops.gemm import statistics_dtype
 from fuse_losses.ops.targets import target_columns
@@ -68,6 +68,7 @@ def indexed_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log_prob, row_max, log_sum) [N] of the projected rows; lse = row_max + log_sum."""
     columns = target_columns(target, ignore_index, weight.shape[0])
+    chunk_rows = rows_per_chunk(x.shape[0], chunk_rows, weight.shape[0] * x.element_size())
     kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
     log_prob, row_max, log_sum = _row_values(x, x.shape[0], 3)
 
@@ -108,6 +109,7 @@ def indexed_fwd_grad(
     float16 gradients come back in float32 (unscaled, they leave float16's range), the bias's always do.
     """
     columns = target_columns(target, ignore_index, weight.shape[0])
+    chunk_rows = rows_per_chunk(x.shape[0], chunk_rows, weight.shape[0] * x.element_size())
     kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
     (log_prob,) = _row_values(x, x.shape[0], 1)
     with _no_autocast(x):
@@ -165,6 +167,7 @@ def indexed_bwd(
     recomputed.
     """
     columns = target_columns(target, ignore_index, weight.shape[0])
+    chunk_rows = rows_per_chunk(x.shape[0], chunk_rows, weight.shape[0] * x.element_size())
     kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
     with _no_autocast(x):
         on_target, on_all = _coefficients(columns, grad_log_prob, grad_lse, row_max.dtype)

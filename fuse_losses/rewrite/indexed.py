@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from fuse_losses.graph.products import Product, value
-from fuse_losses.head.algebra import Functional, Logits, LogSumExp, NllLoss, Selected
+from fuse_losses.head.algebra import Functional, Link, Logits, LogSumExp, NllLoss, Selected, WeightedLoss
 from fuse_losses.head.sizes import sizes
 from fuse_losses.rewrite.writer import SYM_SIZE, Writer
 
@@ -25,6 +26,8 @@ class IndexedWriter(Writer):
         return None if functional is None else self._functional(node, functional)
 
     def _functional(self, node: fx.Node, functional: Functional) -> fx.Node:
+        if isinstance(functional, WeightedLoss):
+            return self._weighted(node, functional)
         fused = self._fused(functional)
         if isinstance(functional, NllLoss):
             result = self._nll(functional, fused)
@@ -54,6 +57,79 @@ class IndexedWriter(Writer):
         valid = self.call(aten.ne.Scalar, fused["target"], functional.ignore_index)
         return self.call(aten.div.Tensor, total, self.call(aten.sum.default, valid))
 
+    def _weighted(self, node: fx.Node, loss: WeightedLoss) -> fx.Node:
+        """sum_i w_i log_prob_i: the weights are the gradient of the scalar, found by going back over the links."""
+        weight: Any = 1.0
+        masks: list[tuple[fx.Node, Link]] = []
+        for link in reversed(loss.links):
+            weight = self._pulled_back(weight, link, masks)
+        shape = loss.links[0].before
+        if isinstance(weight, fx.Node):
+            weight = self.call(aten.expand.default, weight, [self.size(s) for s in shape])
+            row_weight, factor = self.call(aten.reshape.default, weight, [-1]), -loss.log_prob.factor
+        else:
+            row_weight, factor = None, -loss.log_prob.factor * weight
+        total = self._write_fused(
+            loss.logits, loss.target, loss.ignore_index, loss.wraps, summed=True, row_weight=row_weight, masks=masks
+        )["nll_sum"]
+        if factor != 1.0:
+            total = self.call(aten.mul.Tensor, total, factor)
+        product = cast(Product, loss.logits.product)
+        statistics = torch.float64 if value(product.node).dtype == torch.float64 else torch.float32
+        return self.as_dtype(total, node.meta["val"].dtype, statistics)
+
+    def _pulled_back(self, weight: Any, link: Link, masks: list[tuple[fx.Node, Link]]) -> Any:
+        """The cotangent before a link from that behind it; a number, or a tensor that broadcasts."""
+        factor = self.ref(link.factor) if isinstance(link.factor, fx.Node) else link.factor
+        if link.kind == "times":
+            return self._product_of(weight, factor)
+        if link.kind == "over":
+            return self._product_of(weight, factor, divide=True)
+        if link.kind in ("kept", "dropped"):
+            assert isinstance(factor, fx.Node)
+            masks.append((factor, link))  # the row's target is dropped: 0 even where its log-prob is infinite
+            return weight
+        if link.kind == "mean":
+            weight = self._product_of(weight, self.numel([link.before[d] for d in link.dims]), divide=True)
+        if not isinstance(weight, fx.Node):
+            return weight
+        if link.kind == "shape":
+            weight = self.call(aten.expand.default, weight, [self.size(s) for s in link.after])
+            return self.call(aten.reshape.default, weight, [self.size(s) for s in link.before])
+        if not link.keepdim:
+            weight = self.call(aten.expand.default, weight, [self.size(s) for s in link.after])
+            for d in sorted(link.dims):
+                weight = self.call(aten.unsqueeze.default, weight, d)
+        return weight
+
+    def _product_of(self, weight: Any, factor: Any, divide: bool = False) -> Any:
+        if not isinstance(weight, fx.Node) and not isinstance(factor, fx.Node):
+            return weight / factor if divide else weight * factor
+        if not divide:
+            tensor, other = (weight, factor) if isinstance(weight, fx.Node) else (factor, weight)
+            return tensor if other == 1.0 else self.call(aten.mul.Tensor, tensor, other)
+        if isinstance(weight, fx.Node):
+            return self.call(aten.div.Tensor, weight, factor)
+        return self.call(aten.mul.Tensor, self.call(aten.reciprocal.default, self._tensor(factor)), weight)
+
+    def _tensor(self, number: fx.Node) -> fx.Node:
+        """A size that is a node of the graph, as a tensor."""
+        shape = number.meta.get("example_value")
+        return number if isinstance(shape, torch.Tensor) else self.call(aten.scalar_tensor.default, number)
+
+    def _without(self, y: fx.Node, masks: list[tuple[fx.Node, Link]], ignore_index: int, vocab: Any) -> fx.Node:
+        """Targets with those of dropped rows ignored; a target out of range stays, and raises."""
+        for mask, link in masks:
+            rows = self.call(aten.expand.default, mask, [self.size(s) for s in link.before])
+            rows = self.call(aten.reshape.default, rows, [-1])
+            keep = rows if link.kind == "kept" else self.call(aten.logical_not.default, rows)
+            wrong = self.call(
+                aten.logical_or.default, self.call(aten.lt.Scalar, y, 0), self.call(aten.ge.Scalar, y, vocab)
+            )
+            keep = self.call(aten.logical_or.default, keep, wrong)
+            y = self.call(aten.where.ScalarOther, keep, y, ignore_index)
+        return y
+
     def _fused(self, functional: Functional) -> dict[str, fx.Node]:
         """The operator that makes the functional: one already written, or a new one."""
         grad = self.part.differentiable
@@ -72,7 +148,14 @@ class IndexedWriter(Writer):
         return self.made[key]
 
     def _write_fused(
-        self, logits: Logits, target: fx.Node | None, ignore: int | None, wraps: bool, summed: bool
+        self,
+        logits: Logits,
+        target: fx.Node | None,
+        ignore: int | None,
+        wraps: bool,
+        summed: bool,
+        row_weight: fx.Node | None = None,
+        masks: Sequence[tuple[fx.Node, Link]] = (),
     ) -> dict[str, fx.Node]:
         product = cast(Product, logits.product)
         x = self.rows_of(product, logits.rows)
@@ -86,6 +169,7 @@ class IndexedWriter(Writer):
             if wraps:
                 from_end = self.call(aten.add.Tensor, y, self.size(product.vocab))
                 y = self.call(aten.where.self, self.call(aten.lt.Scalar, y, 0), from_end, y)
+            y = self._without(y, list(masks), ignore_index, self.size(product.vocab))
         shape_of_map = (logits.map.squash, logits.map.inner, logits.map.outer, ignore_index)
         if product.given:
             x = self.call(aten.detach.default, x) if logits.detached else x
@@ -98,7 +182,9 @@ class IndexedWriter(Writer):
             made = self._given_logits(product, logits)
             tail = (*shape_of_map, self.plan.chunk_rows, self.plan.accumulate)
             if summed:
-                total = self.call(torch.ops.fuse_losses.linear_nll_sum.default, x, weight, bias, y, None, made, *tail)
+                total = self.call(
+                    torch.ops.fuse_losses.linear_nll_sum.default, x, weight, bias, y, row_weight, made, *tail
+                )
                 return {"nll_sum": total, "target": y}
             both = self.call(torch.ops.fuse_losses.linear_log_prob.default, x, weight, bias, y, made, *tail)
         log_prob, lse = self.call(operator.getitem, both, 0), self.call(operator.getitem, both, 1)

@@ -14,9 +14,10 @@ from fuse_losses.graph.products import Product, value
 from fuse_losses.graph.region import Region
 from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed
 from fuse_losses.graph.tail import Tail
-from fuse_losses.head.algebra import PER_ROW, Functional, NllLoss
+from fuse_losses.head.algebra import PER_ROW, Functional, LogProb, NllLoss, WeightedLoss
 from fuse_losses.head.sizes import SIZES
 from fuse_losses.head.values import Lifted
+from fuse_losses.head.weights import weighted_loss
 from fuse_losses.report.decline import Declined
 from fuse_losses.rewrite.chunk_graph import ChunkGraph
 
@@ -36,6 +37,7 @@ class ExitSlice:
     functionals: dict[fx.Node, Functional] = field(default_factory=dict)
     cuts: dict[fx.Node, ChunkGraph] = field(default_factory=dict)
     leaves: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    dead: list[fx.Node] = field(default_factory=list)  # what nobody reads once the exit is replaced
 
     @property
     def reads(self) -> tuple[fx.Node, ...]:
@@ -80,6 +82,34 @@ class Slicer:
 
         self._walk(found, region, visit)
         return found if found.functionals and not formless else None
+
+    def weighted(self, region: Region, part: ExitSlice) -> ExitSlice | None:
+        """The scalar that the exit's log-probs are summed into with weights known before the loss, if it is so."""
+        if len(part.functionals) != 1:
+            return None
+        ((node, functional),) = part.functionals.items()
+        if not isinstance(functional, LogProb) or any(p.given for p in region.products):
+            return None
+        found = weighted_loss(functional, node, self.analysis.values, self.cuts)
+        if found is None:
+            return None
+        scalar, loss = found
+        between = self._between(part.exit, scalar)
+        if between is None:
+            return None
+        whole = ExitSlice(between[-1], scalar, {scalar: loss}, dead=between[:-1])
+        self._walk(whole, region, lambda n: _refs(loss) if n is scalar else _copied(n))
+        return whole
+
+    def _between(self, exit: fx.Node, scalar: fx.Node) -> list[fx.Node] | None:
+        """The Dynamo nodes from the exit to the one that holds the scalar, if nothing else reads them or writes."""
+        found = [exit]
+        while self.tail.results.get(found[-1]) is not scalar:
+            users = list(found[-1].users)
+            if len(users) != 1 or users[0] not in self.tail.results or calls.writes_to(users[0]):
+                return None
+            found.append(users[0])
+        return found
 
     def by_rows(self, region: Region, exit: fx.Node) -> ExitSlice:
         """The exit over values that the region computes a chunk of rows at a time; raises Declined."""
@@ -149,6 +179,8 @@ def _copied(node: fx.Node) -> Iterable[fx.Node]:
 
 def _refs(functional: Functional) -> list[fx.Node]:
     refs: list[Any] = [functional.logits.bias]
+    if isinstance(functional, WeightedLoss):
+        refs.extend(link.factor for link in functional.links)
     for step in functional.logits.rows:
         refs.extend(step.args)
     refs.append(getattr(functional, "target", None))

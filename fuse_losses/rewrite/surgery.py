@@ -33,6 +33,8 @@ def replace_exits(
         replaced[part.exit] = new
         part.exit.replace_all_uses_with(new)
         graph.erase_node(part.exit)
+        for node in reversed(part.dead):
+            graph.erase_node(node)
 
 
 def erase_unused(graph: fx.Graph, region: Region) -> None:
