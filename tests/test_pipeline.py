@@ -160,3 +160,23 @@ def test_no_guard_is_added_by_reading_symbolic_sizes() -> None:
         compiled(torch.randn(3, 7, hidden), torch.randn(vocab, hidden), torch.randint(0, vocab, (3, 7)))
     assert len(capture.after) == 1
     assert len(capture.report.fused) == 1
+
+
+def test_a_vmap_before_the_head_is_the_models_body() -> None:
+    def fn(x, w, y):
+        return F.cross_entropy(torch.vmap(lambda row: row.tanh() * row.sum())(x) @ w.t(), y)
+
+    args = [torch.randn(10, 8, requires_grad=True), torch.randn(300, 8, requires_grad=True), torch.arange(10)]
+    capture = Capture()
+    assert_as_eager(capture.compile(fn), fn, args)
+    assert len(capture.report.fused) == 1
+
+
+def test_a_head_under_vmap_is_declined() -> None:
+    def fn(x, w, y):
+        return torch.vmap(lambda x, y: F.cross_entropy(x @ w.t(), y))(x, y)
+
+    args = [torch.randn(2, 10, 8), torch.randn(300, 8), torch.arange(20).view(2, 10)]
+    capture = Capture()
+    assert_as_eager(capture.compile(fn), fn, args)
+    assert capture.codes == ["functorch"]
