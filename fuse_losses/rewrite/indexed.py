@@ -117,17 +117,18 @@ class IndexedWriter(Writer):
         shape = number.meta.get("example_value")
         return number if isinstance(shape, torch.Tensor) else self.call(aten.scalar_tensor.default, number)
 
-    def _without(self, y: fx.Node, masks: list[tuple[fx.Node, Link]], ignore_index: int, vocab: Any) -> fx.Node:
+    def _without(
+        self, y: fx.Node, masks: Sequence[tuple[fx.Node, Link]], ignore_index: int, product: Product
+    ) -> fx.Node:
         """Targets with those of dropped rows ignored; a target out of range stays, and raises."""
         for mask, link in masks:
             rows = self.call(aten.expand.default, mask, [self.size(s) for s in link.before])
-            rows = self.call(aten.reshape.default, rows, [-1])
-            keep = rows if link.kind == "kept" else self.call(aten.logical_not.default, rows)
-            wrong = self.call(
-                aten.logical_or.default, self.call(aten.lt.Scalar, y, 0), self.call(aten.ge.Scalar, y, vocab)
-            )
-            keep = self.call(aten.logical_or.default, keep, wrong)
-            y = self.call(aten.where.ScalarOther, keep, y, ignore_index)
+            keep = self.call(aten.reshape.default, rows, [-1])
+            if link.kind == "dropped":
+                keep = self.call(aten.logical_not.default, keep)
+            beyond = self.call(aten.ge.Scalar, y, self.size(product.vocab))
+            wrong = self.call(aten.logical_or.default, self.call(aten.lt.Scalar, y, 0), beyond)
+            y = self.call(aten.where.ScalarOther, self.call(aten.logical_or.default, keep, wrong), y, ignore_index)
         return y
 
     def _fused(self, functional: Functional) -> dict[str, fx.Node]:
@@ -169,7 +170,7 @@ class IndexedWriter(Writer):
             if wraps:
                 from_end = self.call(aten.add.Tensor, y, self.size(product.vocab))
                 y = self.call(aten.where.self, self.call(aten.lt.Scalar, y, 0), from_end, y)
-            y = self._without(y, list(masks), ignore_index, self.size(product.vocab))
+            y = self._without(y, masks, ignore_index, product)
         shape_of_map = (logits.map.squash, logits.map.inner, logits.map.outer, ignore_index)
         if product.given:
             x = self.call(aten.detach.default, x) if logits.detached else x

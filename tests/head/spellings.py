@@ -44,6 +44,7 @@ class Spelling:
 
 
 MEAN, SUM, LOG_PROB = "cross entropy (mean)", "cross entropy (sum)", "log-prob"
+WEIGHTED = "weighted sum of log-probs"
 
 
 # ------------------------------------------------------------------------------------------------- cross entropy
@@ -111,7 +112,7 @@ CROSS_ENTROPY = {
     ),
     "masked mean of none": (
         lambda x1, w, y1: (F.cross_entropy(F.linear(x1, w), y1, reduction="none") * (y1 > 9)).sum() / 7,
-        LOG_PROB,
+        WEIGHTED,
     ),
 }
 
@@ -144,7 +145,7 @@ LOG_PROBS = {
     "arange index": (lambda x1, w, c1: F.linear(x1, w).log_softmax(-1)[torch.arange(10), c1], LOG_PROB),
     "arange of len": (
         lambda x1, w, c1: F.linear(x1, w).log_softmax(-1)[torch.arange(c1.shape[0]), c1].mean(),
-        LOG_PROB,
+        WEIGHTED,
     ),
     "two aranges": (
         lambda x, w, c: F.linear(x, w).log_softmax(-1)[torch.arange(2)[:, None], torch.arange(5)[None], c],
