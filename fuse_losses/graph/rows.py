@@ -439,12 +439,19 @@ def _select(state: RowAnalysis, node: fx.Node) -> Value:
     return Rowed(source.labels[:dim] + source.labels[dim + 1 :])
 
 
+def overwrites(node: fx.Node) -> bool:
+    """True if a slice_scatter leaves nothing of what it writes to."""
+    return same(sizes(node.args[0]), sizes(node.args[1]))
+
+
 @rule(aten.slice_scatter.default)
 def _slice_scatter(state: RowAnalysis, node: fx.Node) -> Value:
     source, dim = state.rowed(node.args[0]), dim_of(argument(node, "dim"), node.args[0])
+    part = state.rowed(node.args[1])
+    if overwrites(node) and part is not None:
+        return part
     if source is None or source.labels[dim] == "r":
         return lose(node, "rows_mix", "some rows of the logits are written to")
-    part = state.rowed(node.args[1])
     if part is not None and any((a == "r") != (b == "r") for a, b in zip(part.labels, source.labels, strict=True)):
         return lose(node, "rows_mix", "slices with their rows elsewhere are written to the logits")
     return source

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp import get_decompositions
 from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,6 +19,8 @@ from fuse_losses.report.decline import Declined
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 MAX_TAIL = 4000  # losses are short, but row loops unroll; what is longer is the body of a model behind a false head
+
+MAX_NUMBERS = 1024  # that are written into a graph as a list
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
         raise Declined("opaque", f"more than {MAX_TAIL} operations depend on the head", calls.user_line(made[0]))
     tail_nodes = set(nodes)
     factories = _factories(gm.graph, nodes)
-    inside = {*nodes, *factories}
+    shapes = {a for n in nodes for a in n.all_input_nodes if isinstance(a.meta.get("example_value"), torch.Size)}
+    inside = {*nodes, *factories, *shapes}
     inputs = list(made)
     for node in gm.graph.nodes:
         if node in inside:
@@ -74,7 +78,7 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
         kept[:] = [n for n in made if n in tail_nodes]
         return [made[n] for n in kept]
 
-    traced = make_fx(torch.func.functionalize(run), tracing_mode="real")(*values)
+    traced = make_fx(torch.func.functionalize(run), _parts(), tracing_mode="real")(*values)
     traced.graph.eliminate_dead_code()  # what an operation that failed left behind has no value
     _write_out_numbers(traced)
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
@@ -92,20 +96,24 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
 
 
 def _write_out_numbers(traced: fx.GraphModule) -> None:
-    """Numbers that the retrace keeps as tensors of its own (`z[..., V:] = -1e9`) become operators that make them."""
+    """Tensors that the retrace made of Python numbers (`z[..., V:] = -1e9`, `z[..., [1, 5]]`) become calls that make them."""
     for node in traced.graph.find_nodes(op="get_attr"):
         constant = getattr(traced, str(node.target))
-        if not isinstance(constant, torch.Tensor) or constant.dim() or type(constant) is not torch.Tensor:
+        if type(constant) is not torch.Tensor or constant.numel() > MAX_NUMBERS:
             continue
+        make = torch.tensor if constant.dim() else torch.ops.aten.scalar_tensor.default
+        how = {"dtype": constant.dtype, "device": constant.device}
         with traced.graph.inserting_before(node):
-            made = traced.graph.call_function(
-                torch.ops.aten.scalar_tensor.default,
-                (constant.item(),),
-                {"dtype": constant.dtype, "device": constant.device},
-            )
+            made = traced.graph.call_function(make, (constant.tolist(),), how)
         made.meta.update(node.meta, val=constant)
         node.replace_all_uses_with(made)
         traced.graph.erase_node(node)
+
+
+def _parts() -> dict[Any, Callable[..., Any]]:
+    """What splits a tensor is retraced as slices, so that each part of the rows is followed alone."""
+    aten = torch.ops.aten
+    return get_decompositions([aten.split.Tensor, aten.split_with_sizes, aten.unbind])
 
 
 def _dependents(graph: fx.Graph, roots: Sequence[fx.Node]) -> list[fx.Node]:

@@ -166,6 +166,19 @@ class ChunkGraph:
         graph.eliminate_dead_code()
         return fx.GraphModule(torch.nn.Module(), graph)
 
+    @staticmethod
+    def frozen(chunk: fx.GraphModule) -> set[int]:
+        """Which inputs reach no output but through a detach: eager gives them no gradient, not even zeros."""
+        output = next(n for n in reversed(chunk.graph.nodes) if n.op == "output")
+        stack, reached = list(output.all_input_nodes), set[fx.Node]()
+        while stack:
+            node = stack.pop()
+            if node not in reached and node.target is not aten.detach.default:
+                reached.add(node)
+                stack.extend(node.all_input_nodes)
+        inputs = chunk.graph.find_nodes(op="placeholder")
+        return {i for i, node in enumerate(inputs) if node not in reached}
+
     def plain(self, node: fx.Node, labels: str, shape: tuple[Any, ...], steps: Steps) -> fx.Node:
         """A value that does not depend on the logits, where it meets one with these labels and this shape."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -441,7 +454,9 @@ def _slice(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
 
 @emitter(aten.slice_scatter.default)
 def _slice_scatter(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
-    source, part = cast(fx.Node, node.args[0]), node.args[1]
+    source, part = cast(fx.Node, node.args[0]), cast(fx.Node, node.args[1])
+    if R.overwrites(node) and build.analysis.depends(part):
+        return build.emit(part, steps)
     labels = build.labels(source)
     dim = dim_of(argument(node, "dim"), source)
     fixed = [constant(argument(node, name), "a slice of the vocabulary") for name in ("start", "end", "step")]

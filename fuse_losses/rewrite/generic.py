@@ -86,9 +86,11 @@ class GenericWriter(Writer):
                 self.env.setdefault(aten_node, dynamo)
         rows = [self._row_input(spec) for spec in loop.build.rows]
         whole = [self._whole_input(spec) for spec in loop.build.whole]
-        if not self.part.differentiable:
-            rows, whole = ([self.call(aten.detach.default, n) for n in nodes] for nodes in (rows, whole))
-        key = self.register(loop.build.finish())
+        chunk = loop.build.finish()
+        frozen = loop.build.frozen(chunk) if self.part.differentiable else range(len(rows) + len(whole))
+        inputs = [self.call(aten.detach.default, n) if i in frozen else n for i, n in enumerate([*rows, *whole])]
+        rows, whole = inputs[: len(rows)], inputs[len(rows) :]
+        key = self.register(chunk)
         how = (self.plan.chunk_rows, self.plan.accumulate, self.plan.compiled)
         return self.call(torch.ops.fuse_losses.chunked_rows.default, key, rows, whole, *how)
 
