@@ -6,13 +6,14 @@ import functools
 import hashlib
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+Compiled = Callable[..., Any]
 _PASS = "joint_custom_post_pass"
 
 
@@ -46,7 +47,7 @@ def _fingerprint() -> str:
 
 def compile_with_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any], fused: bool
-) -> Callable[..., Any]:
+) -> Compiled:
     """What `torch.compile(backend="inductor", mode=mode, options=options)` makes of the graph.
 
     A graph with a fused head keeps what it saved: its gradients are made in the forward, and users call backward
@@ -61,13 +62,15 @@ def compile_with_inductor(
         passed[_PASS] = KeptForBackward(theirs)
     inductor = torch._TorchCompileInductorWrapper(mode, passed or None, None)
     if not keep:
-        return inductor(gm, list(example_inputs))
+        return cast(Compiled, inductor(gm, list(example_inputs)))
 
     def inner_compile(*args: Any, **kwargs: Any) -> Any:
         _donate_nothing()
         return compile_fx_inner(*args, **kwargs)
 
-    return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=inductor.config)
+    return cast(
+        Compiled, compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=inductor.config)
+    )
 
 
 def _donate_nothing() -> None:

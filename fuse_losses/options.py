@@ -1,5 +1,8 @@
 """The options of the backend: `torch.compile(..., options={"fuse_losses.min_vocab": 1})`."""
 
+# pyright: reportUnnecessaryIsInstance=false
+# (options are checked because callers are not)
+
 from __future__ import annotations
 
 import difflib

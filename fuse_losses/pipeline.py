@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module
 
 from fuse_losses.graph import calls
 from fuse_losses.graph.products import Anchor, Product, find_anchors, value
@@ -93,7 +94,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     mapped: dict[fx.Node, fx.Node] = {}
     output = graph.output(graph.graph_copy(gm.graph, mapped))
     output.meta.update(next(n for n in reversed(gm.graph.nodes) if n.op == "output").meta)
-    copy = fx.GraphModule(gm, graph)
+    copy = _make_graph_module(gm, graph)  # lazy, as Dynamo's own: its Python is written when somebody wants it
     copy.meta.update(gm.meta)
     return copy
 

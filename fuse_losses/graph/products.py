@@ -180,7 +180,8 @@ def _walk_back(loss: fx.Node) -> Iterator[Product]:
     stack, seen = list(loss.all_input_nodes), set(loss.all_input_nodes)
     while stack and len(seen) < MAX_WALK:
         node = stack.pop()
-        if node.op not in ("call_function", "call_method") or not is_tensor(node):
+        held = node.meta.get("example_value")  # a tuple of a split, an unbind, a max
+        if node.op not in ("call_function", "call_method") or not isinstance(held, (torch.Tensor, tuple, list)):
             continue
         product = as_product(node)
         if product is not None:

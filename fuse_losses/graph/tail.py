@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch._decomp import get_decompositions
 from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from fuse_losses.graph import calls
 from fuse_losses.graph.products import Product, is_tensor
@@ -66,6 +67,7 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
         if node in inside:
             inputs.extend(a for a in node.all_input_nodes if a not in inside and a not in inputs and _has_value(a))
     fake_mode = TracingContext.get().fake_mode
+    assert fake_mode is not None
     values = [_refake(node.meta["example_value"], fake_mode) for node in inputs]
     opaque: dict[fx.Node, str] = {}
     kept: list[fx.Node] = []
@@ -78,7 +80,7 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
         kept[:] = [n for n in made if n in tail_nodes]
         return [made[n] for n in kept]
 
-    traced = make_fx(torch.func.functionalize(run), _parts(), tracing_mode="real")(*values)
+    traced = make_fx(torch.func.functionalize(run), PARTS, tracing_mode="real")(*values)
     traced.graph.eliminate_dead_code()  # what an operation that failed left behind has no value
     _write_out_numbers(traced)
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
@@ -110,10 +112,31 @@ def _write_out_numbers(traced: fx.GraphModule) -> None:
         traced.graph.erase_node(node)
 
 
-def _parts() -> dict[Any, Callable[..., Any]]:
-    """What splits a tensor is retraced as slices, so that each part of the rows is followed alone."""
-    aten = torch.ops.aten
-    return get_decompositions([aten.split.Tensor, aten.split_with_sizes, aten.unbind])
+def _split(x: torch.Tensor, size: Any, dim: int = 0) -> Any:
+    whole = x.shape[dim]
+    if not isinstance(whole, int) or not isinstance(size, int) or size < 1:
+        return NotImplemented
+    return [torch.ops.aten.slice.Tensor(x, dim, i, min(i + size, whole)) for i in range(0, whole or 1, size)]
+
+
+def _split_with_sizes(x: torch.Tensor, split_sizes: Sequence[Any], dim: int = 0) -> Any:
+    ends = list(itertools.accumulate(split_sizes))
+    return [torch.ops.aten.slice.Tensor(x, dim, e - n, e) for n, e in zip(split_sizes, ends, strict=True)]
+
+
+def _unbind(x: torch.Tensor, dim: int = 0) -> Any:
+    whole = x.shape[dim]
+    if not isinstance(whole, int):
+        return NotImplemented
+    return [torch.ops.aten.select.int(x, dim, i) for i in range(whole)]
+
+
+# What splits a tensor is retraced as slices of it, so that the rows of each part are known.
+PARTS = {
+    torch.ops.aten.split.Tensor: _split,
+    torch.ops.aten.split_with_sizes.default: _split_with_sizes,
+    torch.ops.aten.unbind.int: _unbind,
+}
 
 
 def _dependents(graph: fx.Graph, roots: Sequence[fx.Node]) -> list[fx.Node]:
@@ -177,8 +200,8 @@ def _execute(
                     opaque[node] = "it reads an operation that cannot be retraced"
                     continue
                 try:
-                    args = fx.node.map_arg(node.args, lambda a: env[a])
-                    kwargs = fx.node.map_arg(node.kwargs, lambda a: env[a])
+                    args = map_arg(node.args, lambda a: env[a])
+                    kwargs = map_arg(node.kwargs, lambda a: env[a])
                     run: Callable[..., Any] = getattr(interpreter, node.op)
                     env[node] = run(node.target, args, kwargs)
                     if isinstance(env[node], torch.Tensor):
@@ -192,6 +215,7 @@ def _execute(
 def _entered(node: fx.Node) -> Iterator[contextlib.ExitStack]:
     """Enter the autocast of an `_enter_autocast` node until its exit node (or the end of the graph) closes it."""
     with contextlib.ExitStack() as stack:
-        device, dtype, enabled, cache = (*node.args, None, None, None, None)[:4]
+        given: tuple[Any, ...] = (*node.args, None, None, None, None)
+        device, dtype, enabled, cache = given[:4]
         stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled is not False, cache_enabled=cache))
         yield stack

@@ -174,7 +174,7 @@ class Head:
         products = "logits" if self.given else "linear" if len(self.hidden) == 1 else f"{len(self.hidden)} linear"
         if self.operations:
             return f"{products} + row-wise loss of {self.operations} operations over the vocabulary"
-        names = {LogProb: "log-prob", LogSumExp: "logsumexp", Selected: "selected logit"}
+        names: dict[type, str] = {LogProb: "log-prob", LogSumExp: "logsumexp", Selected: "selected logit"}
         names[WeightedLoss] = "weighted sum of log-probs"
         parts: list[str] = []
         for f in self.functionals:

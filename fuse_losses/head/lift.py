@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-import fuse_losses.head.rules  # noqa: F401  fills the table
+import fuse_losses.head.rules  # noqa: F401  # pyright: ignore[reportUnusedImport]  fills the table
 from fuse_losses.head.algebra import Logits, LogProb, LogSumExp, Selected
 from fuse_losses.head.sizes import SIZES, same, sizes
 from fuse_losses.head.values import RULES, Lift, Lifted, Unlifted, Wide, functional_behind

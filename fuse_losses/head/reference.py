@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fuse_losses.head.algebra import Functional, LogitMap, Logits, LogProb, LogSumExp, RowStep, Selected
+from fuse_losses.head.algebra import (
+    Functional,
+    Link,
+    LogitMap,
+    Logits,
+    LogProb,
+    LogSumExp,
+    RowStep,
+    Selected,
+    WeightedLoss,
+)
 
 SQUASHES: dict[str, Callable[[Tensor], Tensor]] = {"identity": torch.clone, "tanh": torch.tanh}
 VIEWS: dict[str, Callable[..., Tensor]] = {
@@ -19,6 +31,11 @@ VIEWS: dict[str, Callable[..., Tensor]] = {
 
 def evaluate(functional: Functional, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The functional over x [*rows, H], weight [V, H] and bias [V]: a value per row, or a scalar for a loss."""
+    if isinstance(functional, WeightedLoss):
+        value = evaluate(functional.log_prob, x, weight, bias)
+        for link in functional.links:
+            value = linked(link, value)
+        return value
     z = logits(functional.logits, x, weight, bias)
     if isinstance(functional, LogSumExp):
         return z.logsumexp(-1)
@@ -34,6 +51,18 @@ def evaluate(functional: Functional, x: Tensor, weight: Tensor, bias: Tensor | N
     if isinstance(functional, LogProb):
         return log_prob
     return -log_prob.sum() / (kept.sum() if functional.mean else 1)
+
+
+def linked(link: Link, value: Tensor) -> Tensor:
+    """One linear step on the way from log-probs to the scalar."""
+    factor: Any = link.factor
+    if link.kind in ("times", "over"):
+        return value * factor if link.kind == "times" else value / factor
+    if link.kind in ("kept", "dropped"):
+        return torch.where(factor if link.kind == "kept" else ~factor, value, 0.0)
+    if link.kind == "shape":
+        return value.reshape(link.after)
+    return (value.sum if link.kind == "sum" else value.mean)(link.dims, keepdim=link.keepdim)
 
 
 def logits(head: Logits, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

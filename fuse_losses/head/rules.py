@@ -203,7 +203,7 @@ def _permute(state: Lift, node: fx.Node) -> Lifted:
     rank = len(sizes(node))
     order = list(range(rank))
     if node.target is aten.permute.default:
-        order = [cast(int, d) % rank for d in cast("list[int]", node.args[1])]
+        order = [d % rank for d in cast("list[int]", node.args[1])]
     elif rank > 1:
         a, b = (0, 1) if node.target is aten.t.default else (dim_of(node.args[1], node), dim_of(node.args[2], node))
         order[a], order[b] = order[b], order[a]
@@ -297,4 +297,4 @@ def _nll(state: Lift, node: fx.Node) -> Lifted:
     ignore = cast(int, ignore_index)
     if reduction == 0:
         return LogProb(wide.logits, target, ignore, factor=-wide.factor)
-    return NllLoss(wide.logits, target, ignore, mean=reduction == 1, factor=wide.factor)
+    return NllLoss(wide.logits, target, ignore, mean=bool(reduction == 1), factor=wide.factor)

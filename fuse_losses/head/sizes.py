@@ -15,14 +15,17 @@ SIZES = (aten.sym_size.int, aten.sym_numel.default)  # they read a shape, not th
 
 def sizes(node: object) -> tuple[Any, ...]:
     """Shape of the node's value (of its first output, if it has several)."""
-    value = cast(fx.Node, node).meta["val"]
-    return tuple((value[0] if isinstance(value, (tuple, list)) else value).shape)
+    value: Any = cast(fx.Node, node).meta["val"]
+    if isinstance(value, (tuple, list)):
+        value = cast("list[Any]", value)[0]
+    return tuple(cast(Any, value).shape)
 
 
 def same(a: Any, b: Any) -> bool:
     """True if two sizes (or tuples of sizes) are known to be equal."""
     if isinstance(a, tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+        left, right = cast("tuple[Any, ...]", a), cast("tuple[Any, ...]", b)
+        return len(left) == len(right) and all(same(x, y) for x, y in zip(left, right, strict=True))
     return statically_known_true(a == b)
 
 
@@ -65,4 +68,4 @@ def arange_along(index: Any, dim: int, rows: tuple[Any, ...]) -> bool:
         return True
     if index.target not in (aten.arange.start, aten.arange.start_step):
         return False
-    return index.args[0] == 0 and (len(index.args) < 3 or index.args[2] == 1)
+    return bool(index.args[0] == 0 and (len(index.args) < 3 or index.args[2] == 1))

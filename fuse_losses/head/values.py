@@ -53,7 +53,7 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 class Lift:
     """Values of the ATen nodes that depend on the logits; nodes that are absent carry no vocabulary."""
 
-    values: dict[fx.Node, Lifted] = field(default_factory=dict)
+    values: dict[fx.Node, Lifted] = field(default_factory=dict[fx.Node, Lifted])
 
     def wide(self, node: object) -> Wide | None:
         found = self.values.get(node) if isinstance(node, fx.Node) else None

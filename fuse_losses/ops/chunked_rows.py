@@ -60,7 +60,7 @@ def _backward(
             made = region(*[next(given) if need else x for x, need in zip(inputs, needs, strict=True)])
             return tuple(o for o, use in zip(made, used, strict=True) if use)
 
-        _, vjp = torch.func.vjp(outputs, *[x for x, need in zip(inputs, needs, strict=True) if need])
+        _, vjp, *_ = torch.func.vjp(outputs, *[x for x, need in zip(inputs, needs, strict=True) if need])
         return vjp(tuple(grads))
 
     return torch.compile(pull_back, dynamic=True) if compiled else pull_back

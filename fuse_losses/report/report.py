@@ -1,5 +1,8 @@
 """The report: every head found, what became of it and why."""
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# (torch._dynamo and its like are our interface)
+
 from __future__ import annotations
 
 import json
@@ -22,7 +25,7 @@ class HeadReport:
     outcome: str
     summary: str
     where: str
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict[str, Any])
     bytes_saved: int | None = None
     decline: Decline | None = None
 
@@ -60,7 +63,7 @@ def _mib(count: int) -> str:
 class Report:
     """The heads of one or more compiled graphs, in the order in which they were found."""
 
-    heads: list[HeadReport] = field(default_factory=list)
+    heads: list[HeadReport] = field(default_factory=list[HeadReport])
     graphs: int = 0
 
     @property
@@ -114,7 +117,7 @@ def publish(report: Report, path: str | None) -> None:
 
 
 def _trace(payload: str) -> None:
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     trace_structured(
         "artifact",

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from fuse_losses.graph import rows as R
 from fuse_losses.graph.products import Product
@@ -243,8 +244,8 @@ def constant(number: Any, what: str) -> Any:
 
 def _pointwise(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     labels, shape = build.labels(node), sizes(node)
-    args = fx.node.map_arg(node.args, lambda a: build.aligned(a, labels, shape, steps))
-    kwargs = fx.node.map_arg(node.kwargs, lambda a: build.aligned(a, labels, shape, steps))
+    args = map_arg(node.args, lambda a: build.aligned(a, labels, shape, steps))
+    kwargs = map_arg(node.kwargs, lambda a: build.aligned(a, labels, shape, steps))
     return build.call(cast("Callable[..., Any]", node.target), *args, **kwargs)
 
 

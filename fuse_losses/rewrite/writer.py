@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from fuse_losses.graph.products import Product, value
 from fuse_losses.graph.region import Region
@@ -52,8 +53,8 @@ class Writer:
             return cast(fx.Node, self.size(node.meta["val"]))
         if node.target is aten.sym_numel.default:
             return cast(fx.Node, self.numel(sizes(node.args[0])))
-        args = fx.node.map_arg(node.args, self.ref)
-        kwargs = fx.node.map_arg(node.kwargs, self.ref)
+        args = map_arg(node.args, self.ref)
+        kwargs = map_arg(node.kwargs, self.ref)
         return self.graph.call_function(cast("Callable[..., Any]", node.target), args, kwargs)
 
     def size(self, wanted: Any) -> Any:
