@@ -16,9 +16,8 @@ SIZES = (aten.sym_size.int, aten.sym_numel.default)  # they read a shape, not th
 def sizes(node: object) -> tuple[Any, ...]:
     """Shape of the node's value (of its first output, if it has several)."""
     value: Any = cast(fx.Node, node).meta["val"]
-    if isinstance(value, (tuple, list)):
-        value = cast("list[Any]", value)[0]
-    return tuple(cast(Any, value).shape)
+    first: Any = cast("list[Any]", value)[0] if isinstance(value, (tuple, list)) else value
+    return tuple(first.shape)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -138,4 +138,4 @@ def test_detached_logits_have_no_gradient() -> None:
     ],
 )
 def test_summaries(functionals: list, summary: str) -> None:
-    assert Head(tuple(functionals), vocab=11, hidden=5, rows=12, dtype="float32").summary == summary
+    assert Head(tuple(functionals), vocab=11, hidden=(5,), rows=12, dtype="float32").summary == summary
