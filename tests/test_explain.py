@@ -27,6 +27,7 @@ def test_a_fused_head_says_all_that_a_user_asks() -> None:
         "hidden": 6,
         "vocab": 37,
         "dtype": "float32",
+        "executor": "kernels",
         "chunk_rows": 2,
         "gradients": "forward",
         "because": "",

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from fuse_losses import FusionError, pipeline
+from fuse_losses.rewrite.chunk_graph import ChunkGraph
+from fuse_losses.rewrite.generic import GenericWriter
+from fuse_losses.rewrite.slices import Slicer
 from tests.capture import Capture, listing, operators
 from tests.oracle import assert_as_eager
 
@@ -30,46 +33,63 @@ def args():
     return torch.randn(4, 6, requires_grad=True), torch.randn(37, 6, requires_grad=True), torch.randint(0, 37, (4,))
 
 
+def by_rows(x, w, y):
+    return F.cross_entropy(F.linear(x, w), y, label_smoothing=0.1)
+
+
+def two_by_rows(x, w, y):
+    return by_rows(x, w, y) + by_rows(x.tanh(), w.flip(0), y)
+
+
+# (what holds it, its name): every stage of the road, in its order
 STAGES = [
-    "check_plain",
-    "retrace",
-    "lift",
-    "find_region",
-    "slice_exit",
-    "check_writes",
-    "choose",
-    "rewrite",
-    "find_anchors",
+    (pipeline, "find_anchors"),
+    (pipeline, "check_graph"),
+    (pipeline, "check_product"),
+    (pipeline, "retrace"),
+    (pipeline, "gradient_cuts"),
+    (pipeline, "analyse"),
+    (pipeline, "lift"),
+    (pipeline, "find_regions"),
+    (Slicer, "lifted"),
+    (pipeline, "check_writes"),
+    (pipeline, "choose"),
+    (pipeline, "replace_exits"),
+    (pipeline, "erase_unused"),
 ]
+ROW_STAGES = [(Slicer, "by_rows"), (ChunkGraph, "emit"), (pipeline, "register_region"), (GenericWriter, "_run")]
+CASES = [*((*s, two_heads) for s in STAGES), *((*s, two_by_rows) for s in ROW_STAGES)]
+stages = pytest.mark.parametrize(("holder", "stage", "fn"), CASES, ids=[c[1] for c in CASES])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_that_fails_leaves_the_graph_to_inductor(stage: str, monkeypatch, caplog) -> None:
+@stages
+def test_a_stage_that_fails_leaves_the_graph_to_inductor(holder, stage: str, fn, monkeypatch, caplog) -> None:
     def fail(*args, **kwargs):
         raise ZeroDivisionError(f"in {stage}")
 
-    monkeypatch.setattr(pipeline, stage, fail)
+    monkeypatch.setattr(holder, stage, fail)
     capture = Capture()
     with caplog.at_level(logging.ERROR, logger="fuse_losses"):
-        assert_as_eager(capture.compile(two_heads), two_heads, args())
+        assert_as_eager(capture.compile(fn), fn, args())
     assert set(capture.codes) == {"failed"}
     assert f"ZeroDivisionError: in {stage}" in capture.report.declined[0].decline.reason
     assert not capture.report.fused and capture.after == capture.before
     assert f"in {stage}" in caplog.text  # with the traceback, for the bug report
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_strict_raises_what_failed(stage: str, monkeypatch) -> None:
+@stages
+def test_strict_raises_what_failed(holder, stage: str, fn, monkeypatch) -> None:
     def fail(*args, **kwargs):
         raise ZeroDivisionError(f"in {stage}")
 
-    monkeypatch.setattr(pipeline, stage, fail)
+    monkeypatch.setattr(holder, stage, fail)
     with pytest.raises(Exception, match=f"ZeroDivisionError: in {stage}"):
-        Capture(strict=True).compile(loss)(*args())
+        Capture(strict=True).compile(fn)(*args())
 
 
-def test_a_rewrite_that_fails_half_way_leaves_no_half(monkeypatch) -> None:
-    real, calls = pipeline.rewrite, []
+@pytest.mark.parametrize("fn", [two_heads, two_by_rows], ids=lambda fn: fn.__name__)
+def test_a_rewrite_that_fails_half_way_leaves_no_half(fn, monkeypatch) -> None:
+    real, calls = pipeline.replace_exits, []
 
     def fail_the_second_time(*arguments):
         calls.append(1)
@@ -77,9 +97,9 @@ def test_a_rewrite_that_fails_half_way_leaves_no_half(monkeypatch) -> None:
             raise ZeroDivisionError("late")
         real(*arguments)
 
-    monkeypatch.setattr(pipeline, "rewrite", fail_the_second_time)
+    monkeypatch.setattr(pipeline, "replace_exits", fail_the_second_time)
     capture = Capture()
-    assert_as_eager(capture.compile(two_heads), two_heads, args())
+    assert_as_eager(capture.compile(fn), fn, args())
     assert len(calls) == 2
     assert not capture.report.fused and capture.after == capture.before
     assert operators(capture.after[0]) == []

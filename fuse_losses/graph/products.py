@@ -151,13 +151,20 @@ def find_anchors(graph: fx.Graph) -> list[Anchor]:
         hard = calls.is_call(loss, calls.HARD_LOSSES)
         if not hard and not calls.is_call(loss, calls.NORMALISERS):
             continue
-        products = list(_walk_back(loss)) or list(_given_to(loss))
+        products = _of_its_classes(loss, list(_walk_back(loss))) or list(_given_to(loss))
         for product in products:
             known = found.get(product.node)
             if known is None or (hard and not known.hard):
                 found[product.node] = Anchor(product, loss, hard)
     order = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(found.values(), key=lambda a: order[a.product.node])
+
+
+def _of_its_classes(loss: fx.Node, products: list[Product]) -> list[Product]:
+    """Without what only scales the logits (a norm of the weight B @ A), if others have the classes of the loss."""
+    sizes = {s for a in loss.all_input_nodes[:1] if is_tensor(a) for s in value(a).shape if isinstance(s, int)}
+    fitting = [p for p in products if not isinstance(p.vocab, int) or p.vocab in sizes]
+    return fitting or products
 
 
 def _given_to(loss: fx.Node) -> Iterator[Product]:

@@ -24,7 +24,8 @@ def replace_exits(
     replaced: exits that are gone, and what stands for them; what later slices read of them is found there.
     """
     for part in slices:
-        part.leaves = {aten: replaced.get(dynamo, dynamo) for aten, dynamo in part.leaves.items()}
+        for other in slices:  # a loop over rows reads what any of them reads
+            other.leaves = {aten: replaced.get(dynamo, dynamo) for aten, dynamo in other.leaves.items()}
         with graph.inserting_before(part.exit):
             new = writer_for(part).ref(part.root)
         for key in INHERITED:

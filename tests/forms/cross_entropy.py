@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.forms.form import H, IGNORE, V, form
+from tests.forms.form import IGNORE, H, V, form
 
 MEAN_OR_SUM = "sum over num_items, or mean"
 

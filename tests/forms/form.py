@@ -37,7 +37,13 @@ def tensors(dtype: torch.dtype = torch.float32, rows: tuple[int, int] = (B, T)) 
     plain = {"t": torch.randn(*rows, V), "wT": torch.randn(V, H) / 4, "xT": torch.randn(*rows, H)}
     made = {name: value.to(dtype).clone().requires_grad_() for name, value in learned.items()}
     made |= {name: value.to(dtype) for name, value in plain.items()}
-    counts = {"temperature": 0.75} | {"n": (y != IGNORE).sum(), "nf": torch.tensor(23.0), "ni": 23, "m": (y != IGNORE).to(dtype), "ids": c}
+    counts = {"temperature": 0.75} | {
+        "n": (y != IGNORE).sum(),
+        "nf": torch.tensor(23.0),
+        "ni": 23,
+        "m": (y != IGNORE).to(dtype),
+        "ids": c,
+    }
     return made | counts | {"y": y, "y1": y.flatten(), "c": c, "c1": c.flatten()}
 
 

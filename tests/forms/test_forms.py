@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
 
 from tests.capture import Capture
 from tests.forms import contexts, cross_entropy, log_probs, training  # noqa: F401  fill the table
-from tests.forms.form import FORMS, Form, assert_as_eager, largest, outcome_of, stepped
+from tests.forms.form import FORMS, Form, H, V, assert_as_eager, largest, outcome_of, stepped, with_parameters
+from tests.oracle import assert_close_to_oracle, run, run64
 
 
 def marked(form: Form):
@@ -32,3 +34,79 @@ def test_form(form: Form) -> None:
     assert outcome_of(capture) == form.outcome, str(capture.report)
     if form.graphs is not None:
         assert len(capture.before) == form.graphs
+
+
+CHUNKED = {"eight chunks by hand, summed", "eight chunks by hand, in place, smoothed"}
+
+
+@pytest.mark.parametrize("form", [pytest.param(f, id=str(f)) for f in FORMS if f.what in CHUNKED])
+def test_chunks_by_hand_do_not_live_at_once(form: Form) -> None:
+    """A chunk is an eighth of the logits; with what its backward keeps, three of them are alive at most."""
+    fn, _ = form.build()
+    x1, w = torch.randn(512, 16, requires_grad=True), torch.randn(2048, 16, requires_grad=True)
+    args = [x1, w, torch.randint(0, 2048, (512,))]
+    capture = Capture(chunk_rows=64)
+    compiled = form.compile(capture, fn)
+    assert_as_eager(compiled, fn, args)
+    whole = 512 * 2048 * 4
+    biggest, peak = largest(stepped(compiled, args))
+    assert biggest <= whole / 8
+    assert peak <= whole / 2
+    assert largest(stepped(fn, args))[1] > whole  # eager keeps all of them
+
+
+LEAN = [
+    f for f in FORMS if f.outcome in ("kernels", "rows") and not f.missing and f.id in ("C11", "C15", "C21", "L1", "L8")
+]
+
+
+@pytest.mark.parametrize("form", [pytest.param(f, id=str(f)) for f in LEAN])
+def test_nothing_as_large_as_the_logits(form: Form) -> None:
+    rows = (4, 64)
+    fn, args = form.build(rows)
+    capture = Capture(chunk_rows=16, min_vocab=100)
+    compiled = form.compile(capture, fn)
+    stepped(compiled, args)()
+    itemsize = 2 if form.dtype is torch.bfloat16 else 4
+    biggest, _ = largest(stepped(compiled, args))
+    assert biggest <= max(rows[0] * rows[1] * V * itemsize // 4, 3 * V * H * 4)
+
+
+DYNAMIC = [f for f in FORMS if f.id in {"C1", "C9", "C15", "C16", "C17", "L3", "L4", "L6", "L7", "D3"} and not f.how]
+
+
+@pytest.mark.parametrize("form", [pytest.param(f, id=str(f)) for f in DYNAMIC])
+def test_several_shapes_in_one_graph(form: Form) -> None:
+    capture = Capture(chunk_rows=8, min_vocab=100)
+    compiled = None
+    for rows in ((2, 16), (2, 24), (2, 31)):
+        torch.manual_seed(0)
+        fn, args = form.build(rows)
+        if compiled is None:
+            compiled = capture.compile(fn, fullgraph=True, dynamic=True)
+            first = fn
+        assert_as_eager(compiled, first, args)
+    assert outcome_of(capture) == form.outcome, str(capture.report)
+    assert len(capture.before) == 1
+
+
+@pytest.mark.parametrize("what", ["Hugging Face, mean, logits returned", "label_smoothing=", "shifted by a slice"])
+def test_autocast_of_the_caller(what: str) -> None:
+    form = next(f for f in FORMS if what in f.what)
+    fn, args = form.build()
+    capture = Capture(chunk_rows=8, min_vocab=100)
+    compiled = form.compile(capture, fn)
+
+    def around(inner):
+        def call(*args):
+            with torch.autocast("cpu", torch.bfloat16):
+                return inner(*args)
+
+        return call
+
+    eager = with_parameters(run, fn, around(fn), args)
+    ours = with_parameters(run, fn, around(compiled), args)
+    exact = copy.deepcopy(fn).double() if isinstance(fn, torch.nn.Module) else fn
+    oracle = with_parameters(run64, exact, exact, args, eager)
+    assert_close_to_oracle(ours, eager, oracle, computed_in=torch.bfloat16)
+    assert outcome_of(capture) == form.outcome

@@ -211,6 +211,11 @@ class DoraLogits(Lora):
         return self.loss(base + (scale - 1) * base + scale * self.b(self.a(x)) * 2.0, y)
 
 
+@form("C24", "DoRA at the logits, as many hidden units as classes may be", "rows", options={"min_vocab": H})
+class DoraWide(DoraLogits):
+    pass
+
+
 class Parallel(torch.autograd.Function):
     """Megatron's cross entropy: max, exp and sums by hand, in place, its backward by hand."""
 

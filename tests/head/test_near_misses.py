@@ -22,16 +22,6 @@ class Reader(torch.autograd.Function):
         return grad.unsqueeze(-1).expand(-1, VOCAB) / VOCAB
 
 
-def masked_fill(x1, w, b, y1):
-    z = F.linear(x1, w)
-    return F.cross_entropy(z.masked_fill(b > 3, -1e9), y1)
-
-
-def logits_in_another_term(x1, w, y1):
-    z = F.linear(x1, w)
-    return F.cross_entropy(z, y1) + z.square().mean()
-
-
 def target_from_logits(x1, w):
     z = F.linear(x1, w)
     return F.cross_entropy(z, z.argmax(-1))
@@ -59,39 +49,41 @@ def autograd_function(x1, w, y1):
     return F.cross_entropy(z, y1) + Reader.apply(z).mean()
 
 
-def entropy(x1, w, c1):
-    log_probs = F.linear(x1, w).log_softmax(-1)
-    return log_probs.gather(1, c1[:, None]).mean() - (log_probs.exp() * log_probs).sum(-1).mean()
-
-
-def learned_temperature(x1, w, b, y1):
-    return F.cross_entropy(F.linear(x1, w) * b[0].exp(), y1)
-
-
-def kl_to_teacher(x1, w, wt):
-    return F.kl_div(F.linear(x1, w).log_softmax(-1), (x1 @ wt).softmax(-1), reduction="batchmean")
-
-
-def vocab_slice(x1, w, y1):
-    return F.cross_entropy(F.linear(x1, w)[:, :31], y1.clamp(max=30))
-
-
-def topk(x1, w, y1):
+def mean_of_rows_read_again(x1, w):
+    """The second loss reads a number that is made of all rows."""
     z = F.linear(x1, w)
-    return F.cross_entropy(z, y1), z.topk(3).values
+    entropy = -(z.softmax(-1) * z.log_softmax(-1)).sum(-1)
+    return (z * entropy.detach().mean()).log_softmax(-1).square().sum(-1).mean()
 
 
-def lora(x1, w, wt, y1):
-    return F.cross_entropy(F.linear(x1, w) + 0.5 * (x1 @ wt), y1)
+def rows_set(x1, w, y1):
+    z = F.linear(x1, w)
+    z[:3] = 0
+    return F.cross_entropy(z, y1)
 
 
-def written_rows(x, w, y):
+def gumbel(x1, w, y1):
+    z = F.linear(x1, w)
+    return F.cross_entropy(z - torch.empty_like(z).exponential_().log(), y1)
+
+
+def transposed_square(x, w):
+    z = F.linear(x, w[:5])  # positions and vocabulary of one size
+    return (z.softmax(-1) * z.mT).sum(-1)
+
+
+def rows_scaled(x, w, y):
     z = F.linear(x, w)
     z[:, :-1].mul_(2)
     return F.cross_entropy(z.mT, y)
 
 
-# (what, function, code of the head's decline); where two products make the logits, both are declined
+def contrastive(x1, w):
+    p = F.linear(x1, w).softmax(-1)
+    return (p @ p.t()).diagonal()
+
+
+# (what, function, code of the head's decline)
 NEAR_MISSES = [
     ("log-probs are returned", log_probs_returned, "log_probs_returned"),
     ("softmax over rows", lambda x1, w, y1: F.nll_loss(F.linear(x1, w).log_softmax(0), y1), "wrong_axis"),
@@ -101,36 +93,27 @@ NEAR_MISSES = [
         "wrong_axis",
     ),
     ("gather over rows", lambda x1, w, c1: F.linear(x1, w).log_softmax(1).gather(0, c1[:, None] % 10), "wrong_axis"),
-    ("logsumexp over rows too", lambda x, w: F.linear(x, w).logsumexp((1, 2)), "wrong_axis"),
-    ("logits in another term", logits_in_another_term, "unsupported_transform"),
-    ("top-k of the logits", topk, "unsupported_loss"),
-    ("class weights", lambda x1, w, b, y1: F.cross_entropy(F.linear(x1, w), y1, b.detach().exp()), "unsupported_loss"),
-    (
-        "label smoothing",
-        lambda x1, w, y1: F.cross_entropy(F.linear(x1, w), y1, label_smoothing=0.1),
-        "unsupported_loss",
-    ),
-    (
-        "soft targets",
-        lambda x1, w, wt: F.cross_entropy(F.linear(x1, w), (x1 @ wt).softmax(-1).detach()),
-        "unsupported_transform",
-    ),
-    (
-        "several classes",
-        lambda x, w, c: F.linear(x, w).log_softmax(-1).gather(-1, c[..., None].repeat(1, 1, 3)),
-        "unsupported_loss",
-    ),
+    ("sort of rows", lambda x1, w: F.linear(x1, w).softmax(-1).sort(0).values.sum(-1), "wrong_axis"),
+    ("top-k of rows", lambda x1, w: F.linear(x1, w).softmax(-1).topk(2, 0).values.sum(-1), "wrong_axis"),
+    ("cumsum over rows", lambda x1, w, y1: F.cross_entropy(F.linear(x1, w).cumsum(0), y1), "wrong_axis"),
+    ("logsumexp over rows too", lambda x, w: F.linear(x, w).logsumexp((1, 2)), "rows_mix"),
+    ("sum over rows", lambda x1, w: F.linear(x1, w).sum(0).log_softmax(-1)[3], "rows_mix"),
+    ("max over rows", lambda x1, w: F.linear(x1, w).softmax(-1).amax(0).sum(), "rows_mix"),
+    ("largest of all", lambda x1, w: F.linear(x1, w).softmax(-1).max(), "rows_mix"),
+    ("mean of a batch", lambda x1, w, y1: _centred(F.linear(x1, w), y1), "rows_mix"),
+    ("a mean of rows is read again", mean_of_rows_read_again, "rows_mix"),
+    ("rows multiplied", contrastive, "rows_mix"),
+    ("rows repeated", lambda x1, w, c1: F.cross_entropy(F.linear(x1, w).repeat(2, 1), c1.repeat(2)), "rows_mix"),
+    ("rows expanded", lambda x1, w: F.linear(x1[:1], w).expand(4, -1).log_softmax(-1).sum(-1), "rows_mix"),
+    ("rows flipped", lambda x1, w, c1: F.cross_entropy(F.linear(x1, w).flip(0), c1), "rows_mix"),
+    ("rows joined", lambda x1, w, c1: F.cross_entropy(torch.cat(2 * [F.linear(x1, w)]), c1.repeat(2)), "rows_mix"),
+    ("rows rolled", lambda x1, w, c1: F.cross_entropy(F.linear(x1, w).roll(1, 0), c1), "rows_mix"),
     ("fewer rows than logits", lambda x, w, c: F.linear(x, w).log_softmax(-1).gather(-1, c[:, :3, None]), "rows_mix"),
-    ("targets from the logits", target_from_logits, "unsupported_loss"),
-    ("masked_fill", masked_fill, "unsupported_transform"),
-    ("part of the vocabulary", vocab_slice, "unsupported_transform"),
-    ("hidden states written to", hidden_mutated, "mutated"),
-    ("some rows written to", written_rows, "unsupported_transform"),
-    ("autograd.Function", autograd_function, "opaque"),
-    ("torch.func.grad", functorch, "functorch"),
-    ("sum over rows", lambda x1, w: F.linear(x1, w).sum(0).log_softmax(-1)[3], "unsupported_loss"),
-    ("cumsum over rows", lambda x1, w, y1: F.cross_entropy(F.linear(x1, w).cumsum(0), y1), "unsupported_transform"),
+    ("targets from the logits", target_from_logits, "rows_mix"),
     ("rows picked by an index", lambda x1, w, c1: F.cross_entropy(F.linear(x1, w)[c1 % 10], c1), "rows_mix"),
+    ("rows picked by a mask", lambda x1, w, c1: F.linear(x1, w).log_softmax(-1)[c1 % 10].square().sum(-1), "rows_mix"),
+    ("some rows written to", rows_set, "rows_mix"),
+    ("some rows scaled in place", rows_scaled, "rows_mix"),
     (
         "an index for each of two rows",
         lambda x1, w, c1: F.linear(x1, w).log_softmax(-1)[torch.arange(2, 6), c1[:4]],
@@ -141,25 +124,21 @@ NEAR_MISSES = [
         lambda x1, w, c1: F.cross_entropy(F.linear(x1, w).view(VOCAB, 10), c1.repeat(4)[:VOCAB] % 10),
         "rows_mix",
     ),
-    ("LoRA", lora, "unsupported_transform"),
-    ("a learned temperature", learned_temperature, "unsupported_transform"),
-    ("logits in float64", lambda x1, w, y1: F.cross_entropy(F.linear(x1, w).double(), y1), "unsupported_dtype"),
-    ("entropy", entropy, "unsupported_transform"),
-    ("KL to a teacher", kl_to_teacher, "unsupported_transform"),
-    (
-        "bias after a softcap",
-        lambda x1, w, b, y1: F.cross_entropy(F.linear(x1, w).tanh() + b, y1),
-        "unsupported_transform",
-    ),
-    ("a bias per row", lambda x1, w, y1: F.cross_entropy(F.linear(x1, w) + x1[:, :1], y1), "unsupported_transform"),
-    ("relu", lambda x1, w, y1: F.cross_entropy(F.linear(x1, w).relu(), y1), "unsupported_transform"),
-    ("one class for all", lambda x1, w: F.linear(x1, w).log_softmax(-1)[:, 0].sum(), "unsupported_loss"),
-    (
-        "einsum of two matrices, weight first",
-        lambda x1, w, y1: F.cross_entropy(torch.einsum("vh,nh->nv", w, x1), y1),
-        "wrong_axis",
-    ),
+    ("rows and vocabulary of one size", transposed_square, "rows_mix"),
+    ("flattened", lambda x1, w: F.linear(x1, w).flatten().log_softmax(-1).square().sum(), "rows_mix"),
+    ("Gumbel noise", gumbel, "rows_mix"),
+    ("noise", lambda x1, w, y1: (lambda z: F.cross_entropy(z + torch.rand_like(z), y1))(F.linear(x1, w)), "rows_mix"),
+    ("dropout", lambda x1, w, y1: F.cross_entropy(F.dropout(F.linear(x1, w), 0.5), y1), "rows_mix"),
+    ("hidden states written to", hidden_mutated, "mutated"),
+    ("autograd.Function", autograd_function, "opaque"),
+    ("torch.func.grad", functorch, "functorch"),
 ]
+# drawn anew in each run: only that it is declined can be compared
+RANDOM = {n[1] for n in NEAR_MISSES if n[0] in ("Gumbel noise", "noise", "dropout")}
+
+
+def _centred(z, y):
+    return F.cross_entropy(z - z.mean(0, keepdim=True), y)
 
 
 @pytest.mark.parametrize(("fn", "code"), [n[1:] for n in NEAR_MISSES], ids=[n[0] for n in NEAR_MISSES])
@@ -167,7 +146,10 @@ def test_declined_and_right(fn, code: str) -> None:
     available = tensors()
     args = [available[name] for name in inspect.signature(fn).parameters]
     capture = Capture()
-    assert_as_eager(capture.compile(fn), fn, args)
+    if fn in RANDOM:
+        capture.compile(fn)(*args)
+    else:
+        assert_as_eager(capture.compile(fn), fn, args)
     assert set(capture.codes) == {code}, str(capture.report)
     assert not capture.report.fused
     assert capture.after == capture.before  # the very graphs: nothing was touched
@@ -175,11 +157,11 @@ def test_declined_and_right(fn, code: str) -> None:
 
 def test_explain_says_the_same() -> None:
     available = tensors()
-    report = fuse_losses.explain(topk, min_vocab=1)(available["x1"], available["w"], available["y1"])
+    report = fuse_losses.explain(contrastive, min_vocab=1)(available["x1"], available["w"])
     (head,) = report.declined
-    assert head.decline.code == "unsupported_loss"
-    assert "aten.topk" in head.decline.reason
-    assert "z.topk(3)" in head.decline.where
+    assert head.decline.code == "rows_mix"
+    assert "aten.mm" in head.decline.reason
+    assert "F.linear(x1, w).softmax(-1)" in head.decline.where
 
 
 def test_labels_written_to_after_the_loss() -> None:

@@ -453,6 +453,12 @@ def row_weights_from_the_first(x1, w, c1):
     return F.cross_entropy(z / (1 + entropy[:, None]), c1, reduction="none")
 
 
+def rows_compared(x1, w):
+    """Each row with the next one: two products, of two choices of rows."""
+    p = F.linear(x1, w).softmax(-1)
+    return (p[:-1] - p[1:]).abs().sum(-1)
+
+
 def logits_returned(x, w, t):
     z = F.linear(x, w)
     return -(t.softmax(-1) * z.log_softmax(-1)).sum(-1).mean(), z
@@ -499,6 +505,7 @@ VALUES = {
     "two exits of one loop": two_exits_of_one_loop,
     "two exits with different rows": two_exits_with_different_rows,
     "row weights from the first": row_weights_from_the_first,
+    "rows compared": rows_compared,
     "logits returned": logits_returned,
     "checkpointed": checkpointed,
     "loop over sequences": loop_over_sequences,
