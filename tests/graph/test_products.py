@@ -171,5 +171,8 @@ def test_the_walk_back_ends() -> None:
     assert heads(fn, X1, W, torch.zeros(10, dtype=torch.int64)) == []
 
 
-def test_a_loss_on_given_logits_has_no_head() -> None:
-    assert heads(lambda z, y: F.cross_entropy(z, y), torch.randn(10, VOCAB), torch.zeros(10, dtype=torch.int64)) == []
+def test_a_loss_on_given_logits_has_them_for_a_head() -> None:
+    args = torch.randn(10, VOCAB), torch.zeros(10, dtype=torch.int64)
+    (anchor,) = find_anchors(graph_of(lambda z, y: F.cross_entropy(z.float(), y), *args))
+    assert anchor.product.given and anchor.hard
+    assert anchor.product.node.op == "placeholder"
