@@ -103,3 +103,52 @@ def test_a_chunk_on_a_cpu_is_smaller_than_on_a_gpu() -> None:
 )
 def test_bytes_saved(shape: dict, expected: int | None) -> None:
     assert plan(MEAN, options=Options(chunk_rows=64), **shape).bytes_saved == expected
+
+
+# ---------------------------------------------------------------------------------------------------- the rows executor
+
+
+def by_rows(context: Context = CUDA, options: Options | None = None, **shape) -> Plan:
+    given = {"vocab": 128_256, "hidden": (4096,), "rows": 8192, "dtype": "bfloat16", "operations": 5, **shape}
+    chosen = choose(Head((), **given), context, options or Options())
+    assert isinstance(chosen, Plan)
+    return chosen
+
+
+def test_what_has_no_kernel_runs_by_rows_and_recomputes() -> None:
+    chosen = by_rows()
+    assert (chosen.executor, chosen.gradients) == ("rows", "recompute")
+    assert "5 operations" in chosen.why
+    assert plan(MEAN).executor == "kernels" and not plan(MEAN).compiled
+
+
+@pytest.mark.parametrize(("context", "compiled"), [(CPU, False), (CUDA, True)])
+def test_a_chunks_operations_are_compiled_on_a_gpu(context: Context, compiled: bool) -> None:
+    assert by_rows(context).compiled == compiled
+
+
+@pytest.mark.parametrize("context", [CPU, CUDA], ids=lambda c: c.device)
+@pytest.mark.parametrize("vocab", [8000, 32_000, 128_256, 1_000_000])
+def test_chunks_by_rows_are_smaller(context: Context, vocab: int) -> None:
+    """Several values of a chunk are alive at once; a product of a few rows would be a waste."""
+    chosen = by_rows(context, vocab=vocab).chunk_rows
+    assert {"cpu": 16, "cuda": 128}[context.device] <= chosen <= plan(MEAN, context=context, vocab=vocab).chunk_rows
+    assert chosen & (chosen - 1) == 0
+
+
+def test_the_users_chunk_is_kept_by_rows() -> None:
+    assert by_rows(options=Options(chunk_rows=7)).chunk_rows == 7
+
+
+@pytest.mark.parametrize(
+    ("shape", "products"), [({}, 2), ({"returned": True}, 1), ({"hidden": (4096, 2048)}, 4), ({"rows": None}, None)]
+)
+def test_bytes_saved_by_rows(shape: dict, products: int | None) -> None:
+    """Of each product its logits and their gradient, less the chunk."""
+    saved = by_rows(options=Options(chunk_rows=64), **shape).bytes_saved
+    assert saved == (None if products is None else (products * 8192 - 64) * 128_256 * 2)
+
+
+def test_given_logits_gain_nothing_by_rows() -> None:
+    chosen = choose(Head((), 128_256, (4096,), 8192, "bfloat16", operations=3, given=True), CUDA, Options())
+    assert isinstance(chosen, Decline) and chosen.code == "no_gain"
