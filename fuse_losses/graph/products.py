@@ -162,8 +162,15 @@ def find_anchors(graph: fx.Graph) -> list[Anchor]:
 
 def _of_its_classes(loss: fx.Node, products: list[Product]) -> list[Product]:
     """Without what only scales the logits (a norm of the weight B @ A), if others have the classes of the loss."""
-    sizes = {s for a in loss.all_input_nodes[:1] if is_tensor(a) for s in value(a).shape if isinstance(s, int)}
-    fitting = [p for p in products if not isinstance(p.vocab, int) or p.vocab in sizes]
+    source, dim = calls.arguments(loss, "input", "dim")
+    if not is_tensor(source) or not value(source).dim():
+        return products
+    if calls.is_call(loss, calls.HARD_LOSSES):
+        dim = min(1, value(source).dim() - 1)
+    if not isinstance(dim, int):
+        return products
+    classes = value(source).shape[dim]
+    fitting = [p for p in products if not isinstance(p.vocab, int) or p.vocab == classes]
     return fitting or products
 
 
