@@ -24,9 +24,10 @@ IGNORE = -100
 def tensors(dtype: torch.dtype = torch.float32, rows: tuple[int, int] = (B, T)) -> dict[str, Any]:
     """All that a form may name, from the current seed.
 
-    x [B, T, H] hidden states, x1 [B*T, H]; w [V, H], wt [H, V]; b [V]; c labels, y labels of which some are ignored, y1,
-    c1 flattened; m a mask of the labels, zeros and ones; a [B, T] advantages; n a count, as a tensor, ni as a number; k
-    the teacher's hidden states xT, head wT and logits t, without gradients.
+    x [B, T, H] hidden states, x1 [B*T, H]; w [V, H], wt [H, V], wk three of them; b [V]; c labels, y labels some of which
+    are ignored, y1 and c1 flattened; m [B, T] their mask, zeros and ones; a [B, T] advantages; n, nf and ni counts: an
+    integer tensor, a float tensor, a number; a temperature; and without gradients a teacher's hidden states xT, its head
+    wT, its logits t.
     """
     x, w = torch.randn(*rows, H), torch.randn(V, H) / 4
     c = torch.randint(0, V, rows)
@@ -37,19 +38,14 @@ def tensors(dtype: torch.dtype = torch.float32, rows: tuple[int, int] = (B, T)) 
     plain = {"t": torch.randn(*rows, V), "wT": torch.randn(V, H) / 4, "xT": torch.randn(*rows, H)}
     made = {name: value.to(dtype).clone().requires_grad_() for name, value in learned.items()}
     made |= {name: value.to(dtype) for name, value in plain.items()}
-    counts = {"temperature": 0.75} | {
-        "n": (y != IGNORE).sum(),
-        "nf": torch.tensor(23.0),
-        "ni": 23,
-        "m": (y != IGNORE).to(dtype),
-        "ids": c,
-    }
-    return made | counts | {"y": y, "y1": y.flatten(), "c": c, "c1": c.flatten()}
+    numbers = {"n": (y != IGNORE).sum(), "nf": torch.tensor(23.0), "ni": 23, "temperature": 0.75}
+    labels = {"m": (y != IGNORE).to(dtype), "y": y, "y1": y.flatten(), "c": c, "c1": c.flatten()}
+    return made | numbers | labels
 
 
 @dataclass(frozen=True)
 class Form:
-    """outcome: "kernels", "rows", "declined: <code>" or "no head"; whole: logits are returned, hence made."""
+    """outcome: "kernels", "rows", "declined: <code>" or "no head"; missing: why that is not reached yet."""
 
     id: str
     what: str
@@ -60,7 +56,7 @@ class Form:
     how: dict[str, Any] = field(default_factory=dict)
     unbacked: bool = False
     graphs: int | None = 1
-    missing: str = ""  # why the outcome is not reached yet
+    missing: str = ""
 
     def build(self, rows: tuple[int, int] = (B, T)) -> tuple[Callable[..., Any], list[Any]]:
         available = tensors(self.dtype, rows)
