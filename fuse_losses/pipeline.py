@@ -279,7 +279,8 @@ def _head(region: Region, slices: Sequence[ExitSlice]) -> Head:
     hidden = tuple(hint(value(p.x).shape[p.hidden_dim]) or 0 for p in region.products)
     dtype = str(value(product.node).dtype).removeprefix("torch.")
     given = all(p.given for p in region.products)
-    return Head(tuple(functionals), vocab, hidden, rows, dtype, bool(region.returned), operations, given)
+    kinks = any(b.has_kinks for part in slices for b in part.cuts.values())
+    return Head(tuple(functionals), vocab, hidden, rows, dtype, bool(region.returned), operations, given, kinks)
 
 
 def _declined(decline: Decline, products: Sequence[Product], where: str) -> HeadReport:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fuse_losses.head.sizes import SIZES, arange_along, dim_of, hint, same, sizes
+from fuse_losses.head.sizes import SIZES, arange_along, dim_of, same, sizes
 
 aten = torch.ops.aten
 
@@ -144,20 +144,24 @@ def _value(state: RowAnalysis, node: fx.Node, inputs: list[fx.Node]) -> Value:
     wide = any(isinstance(v, Rowed) and v.wide for v in values)
     if any(isinstance(v, Loose) for v in values):
         return (
-            lose(node, "rows_mix", f"{_name(node)} combines the vocabulary with a value of several rows")
+            lose(node, "rows_mix", f"{name_of(node)} combines the vocabulary with a value of several rows")
             if wide
             else Loose()
         )
     found = RULES.get(node.target)
     if found is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         found = _pointwise
-    value = found(state, node) if found is not None else lose(node, "rows_mix", f"{_name(node)} may mix rows")
+    value = found(state, node) if found is not None else lose(node, "rows_mix", f"{name_of(node)} may mix rows")
     # what has lost the vocabulary already may do what it likes: it is computed behind the region
     return Loose() if isinstance(value, Lost) and not wide else value
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     return str(node.target)
+
+
+def relabelled(labels: str, dim: int, label: str) -> str:
+    return labels[:dim] + label + labels[dim + 1 :]
 
 
 def lose(node: fx.Node, code: str, reason: str) -> Lost:
@@ -195,11 +199,11 @@ def _pointwise(state: RowAnalysis, node: fx.Node) -> Value:
             k = j - offset
             here = r.labels[k] if k >= 0 else "-"
             if label == "r" and here != "r" and not same(out[j], 1):
-                return lose(node, "rows_mix", f"{_name(node)} broadcasts over the rows")
+                return lose(node, "rows_mix", f"{name_of(node)} broadcasts over the rows")
             if label == "r" and here == "r" and not same(sizes(a)[k], out[j]):
-                return lose(node, "rows_mix", f"{_name(node)} broadcasts the rows")
+                return lose(node, "rows_mix", f"{name_of(node)} broadcasts the rows")
             if label == "v" and here == "r" and not same(out[j], 1):
-                return lose(node, "rows_mix", f"{_name(node)} aligns rows with the vocabulary")
+                return lose(node, "rows_mix", f"{name_of(node)} aligns rows with the vocabulary")
     return Rowed("".join(labels))
 
 
@@ -220,7 +224,7 @@ def reduced_dims(node: fx.Node) -> list[int]:
 def _reduce(state: RowAnalysis, node: fx.Node) -> Value:
     source = state.rowed(node.args[0])
     if source is None:
-        return lose(node, "rows_mix", f"{_name(node)} takes its dims from something else")
+        return lose(node, "rows_mix", f"{name_of(node)} takes its dims from something else")
     dims = reduced_dims(node)
     if "r" not in source.labels and node.target in (aten.sum.default, aten.mean.default):
         return Loose()
@@ -228,7 +232,7 @@ def _reduce(state: RowAnalysis, node: fx.Node) -> Value:
         inner_gone = all(source.labels[d] == "r" or d in dims for d in range(len(source.labels)))
         if node.target in SUMS and (inner_gone or not source.wide):
             return Loose()  # the sum over the rest of a row is taken inside, the sum over rows behind the region
-        return lose(node, "rows_mix", f"{_name(node)} combines rows")
+        return lose(node, "rows_mix", f"{name_of(node)} combines rows")
     keep = bool(argument(node, "keepdim"))
     kept = ["i" if d in dims else label for d, label in enumerate(source.labels) if keep or d not in dims]
     return Rowed("".join(kept))
@@ -239,7 +243,7 @@ def _along(state: RowAnalysis, node: fx.Node) -> Value:
     source = state.rowed(node.args[0])
     dim = dim_of(argument(node, "dim"), node.args[0])
     if source is None or (source.labels and source.labels[dim] == "r"):
-        return lose(node, "wrong_axis", f"{_name(node)} runs over dim {dim}, which is not the vocabulary")
+        return lose(node, "wrong_axis", f"{name_of(node)} runs over dim {dim}, which is not the vocabulary")
     return source
 
 
@@ -248,7 +252,7 @@ def _topk(state: RowAnalysis, node: fx.Node) -> Value:
     source, dim = state.rowed(node.args[0]), dim_of(argument(node, "dim"), node.args[0])
     if source is None or source.labels[dim] == "r" or isinstance(argument(node, "k"), fx.Node):
         return lose(node, "wrong_axis", f"topk runs over dim {dim}, which is not the vocabulary")
-    return Rowed(_with(source.labels, dim, "i"))
+    return Rowed(relabelled(source.labels, dim, "i"))
 
 
 @rule(aten.gather.default)
@@ -263,24 +267,24 @@ def _gather(state: RowAnalysis, node: fx.Node) -> Value:
     picked = state.rowed(index)
     if picked is not None and any((a == "r") != (b == "r") for a, b in zip(picked.labels, source.labels, strict=True)):
         return lose(node, "rows_mix", "gather's index has its rows elsewhere")
-    return Rowed(_with(source.labels, dim, picked.labels[dim] if picked is not None else "i"))
+    return Rowed(relabelled(source.labels, dim, picked.labels[dim] if picked is not None else "i"))
 
 
 @rule(aten.scatter.value, aten.scatter.src, aten.scatter_add.default)
 def _scatter(state: RowAnalysis, node: fx.Node) -> Value:
     source, dim = state.rowed(node.args[0]), dim_of(node.args[1], node.args[0])
     if source is None or source.labels[dim] == "r":
-        return lose(node, "wrong_axis", f"{_name(node)} runs over dim {dim}, which is not the vocabulary")
+        return lose(node, "wrong_axis", f"{name_of(node)} runs over dim {dim}, which is not the vocabulary")
     old = sizes(node.args[0])
     for other in (node.args[2], node.args[3]):
         if not isinstance(other, fx.Node) or "val" not in other.meta or not sizes(other):
             continue
         new = sizes(other)
         if not same((*old[:dim], *old[dim + 1 :]), (*new[:dim], *new[dim + 1 :])):
-            return lose(node, "rows_mix", f"{_name(node)} covers only some of the rows")
+            return lose(node, "rows_mix", f"{name_of(node)} covers only some of the rows")
         r = state.rowed(other)
         if r is not None and any((a == "r") != (b == "r") for a, b in zip(r.labels, source.labels, strict=True)):
-            return lose(node, "rows_mix", f"{_name(node)} has its rows elsewhere")
+            return lose(node, "rows_mix", f"{name_of(node)} has its rows elsewhere")
     return source
 
 
@@ -296,7 +300,7 @@ def _index(state: RowAnalysis, node: fx.Node) -> Value:
     if len(used) == 1 and source.labels[used[0]] != "r" and not state.depends(indices[used[0]]):
         index = indices[used[0]]
         if index.meta["val"].dtype in (torch.int64, torch.int32) and len(sizes(index)) == 1:
-            return Rowed(_with(source.labels, used[0], "v"))
+            return Rowed(relabelled(source.labels, used[0], "v"))
     last = len(old) - 1
     if source.labels == "r" * last + "v" and len(used) == len(old) and same(sizes(node), old[:last]):
         target = indices[last]
@@ -323,154 +327,4 @@ def _getitem(state: RowAnalysis, node: fx.Node) -> Value:
     return state.values[cast(fx.Node, node.args[0])]
 
 
-# ----------------------------------------------------------------------------------------------------------- views
-
-
-def view_groups(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[tuple[list[int], list[int]]] | None:
-    """Match the dims of a reshape: groups of old dims whose product is that of a group of new dims; None if unknown."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        left, right = [i] if i < len(old) else [], [j] if j < len(new) else []
-        a, b = old[i] if left else 1, new[j] if right else 1
-        i, j = i + len(left), j + len(right)
-        while not same(a, b):
-            ha, hb = hint(a), hint(b)
-            if ha is None or hb is None or ha == hb:
-                return None
-            if ha < hb and i < len(old):
-                left, a, i = [*left, i], a * old[i], i + 1
-            elif hb < ha and j < len(new):
-                right, b, j = [*right, j], b * new[j], j + 1
-            else:
-                return None
-        groups.append((left, right))
-    return groups
-
-
-@rule(*VIEWS)
-def _view(state: RowAnalysis, node: fx.Node) -> Value:
-    source = state.rowed(node.args[0])
-    assert source is not None
-    old, new = sizes(node.args[0]), sizes(node)
-    groups = view_groups(old, new)
-    if groups is None:
-        return lose(node, "rows_mix", "the logits are reshaped across the vocabulary")
-    labels = ["i"] * len(new)
-    for left, right in groups:
-        kinds = {source.labels[d] for d in left if not same(old[d], 1)} or {source.labels[d] for d in left} or {"i"}
-        if "r" in kinds and len(kinds) > 1:
-            return lose(node, "rows_mix", "the logits are reshaped across the vocabulary")
-        for d in right:
-            labels[d] = "r" if "r" in kinds else "v" if "v" in kinds and not same(new[d], 1) else "i"
-    return Rowed("".join(labels))
-
-
-@rule(aten.unsqueeze.default)
-def _unsqueeze(state: RowAnalysis, node: fx.Node) -> Value:
-    source = state.rowed(node.args[0])
-    assert source is not None
-    dim = dim_of(node.args[1], node)
-    return Rowed(source.labels[:dim] + "i" + source.labels[dim:])
-
-
-def squeezed(node: fx.Node) -> list[int]:
-    """The dims that a squeeze removes."""
-    old = sizes(node.args[0])
-    if node.target is aten.squeeze.default:
-        return [d for d, s in enumerate(old) if same(s, 1)]
-    dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-    return sorted({cast(int, d) % len(old) for d in dims if same(old[cast(int, d) % len(old)], 1)}) if old else []
-
-
-@rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
-def _squeeze(state: RowAnalysis, node: fx.Node) -> Value:
-    source, gone = state.rowed(node.args[0]), squeezed(node)
-    assert source is not None
-    if len(sizes(node.args[0])) - len(gone) != len(sizes(node)):
-        return lose(node, "rows_mix", "a squeeze depends on a symbolic size")
-    return Rowed("".join(label for d, label in enumerate(source.labels) if d not in gone))
-
-
-def permutation(node: fx.Node) -> list[int]:
-    """The order of a permute, transpose or t: new dim i is old dim order[i]."""
-    rank = len(sizes(node))
-    order = list(range(rank))
-    if node.target is aten.permute.default:
-        return [cast(int, d) % rank for d in cast("list[int]", node.args[1])]
-    if rank > 1:
-        a, b = (0, 1) if node.target is aten.t.default else (dim_of(node.args[1], node), dim_of(node.args[2], node))
-        order[a], order[b] = order[b], order[a]
-    return order
-
-
-@rule(aten.permute.default, aten.transpose.int, aten.t.default)
-def _permute(state: RowAnalysis, node: fx.Node) -> Value:
-    source = state.rowed(node.args[0])
-    assert source is not None
-    return Rowed("".join(source.labels[d] for d in permutation(node)))
-
-
-@rule(aten.expand.default)
-def _expand(state: RowAnalysis, node: fx.Node) -> Value:
-    source = state.rowed(node.args[0])
-    assert source is not None
-    old, new = sizes(node.args[0]), sizes(node)
-    offset = len(new) - len(old)
-    for d, label in enumerate(source.labels):
-        if label == "r" and not same(old[d], new[d + offset]):
-            return lose(node, "rows_mix", "expand repeats rows")
-    return Rowed("i" * offset + source.labels)
-
-
-@rule(aten.slice.Tensor)
-def _slice(state: RowAnalysis, node: fx.Node) -> Value:
-    source, dim = state.rowed(node.args[0]), dim_of(argument(node, "dim"), node.args[0])
-    assert source is not None
-    old, new = hint(sizes(node.args[0])[dim]), hint(sizes(node)[dim])
-    few = old is not None and new is not None and new * 8 <= old
-    return Rowed(_with(source.labels, dim, "i")) if source.labels[dim] == "v" and few else source
-
-
-@rule(aten.select.int)
-def _select(state: RowAnalysis, node: fx.Node) -> Value:
-    source, dim = state.rowed(node.args[0]), dim_of(node.args[1], node.args[0])
-    assert source is not None
-    return Rowed(source.labels[:dim] + source.labels[dim + 1 :])
-
-
-def overwrites(node: fx.Node) -> bool:
-    """True if a slice_scatter leaves nothing of what it writes to."""
-    return same(sizes(node.args[0]), sizes(node.args[1]))
-
-
-@rule(aten.slice_scatter.default)
-def _slice_scatter(state: RowAnalysis, node: fx.Node) -> Value:
-    source, dim = state.rowed(node.args[0]), dim_of(argument(node, "dim"), node.args[0])
-    part = state.rowed(node.args[1])
-    if overwrites(node) and part is not None:
-        return part
-    if source is None or source.labels[dim] == "r":
-        return lose(node, "rows_mix", "some rows of the logits are written to")
-    if part is not None and any((a == "r") != (b == "r") for a, b in zip(part.labels, source.labels, strict=True)):
-        return lose(node, "rows_mix", "slices with their rows elsewhere are written to the logits")
-    return source
-
-
-@rule(aten.cat.default, aten.stack.default)
-def _join(state: RowAnalysis, node: fx.Node) -> Value:
-    parts = cast("list[fx.Node]", node.args[0])
-    dim = dim_of(argument(node, "dim"), node)
-    found = [r for r in map(state.rowed, parts) if r is not None]  # the others are plain, of the same rows
-    labels = found[0].labels
-    if len({r.labels for r in found}) != 1 or any(len(sizes(p)) != len(labels) for p in parts):
-        return lose(node, "rows_mix", f"{_name(node)} joins the logits with something else")
-    if node.target is aten.stack.default:
-        return Rowed(labels[:dim] + "i" + labels[dim:])
-    if labels[dim] == "r":
-        return lose(node, "rows_mix", "rows are concatenated")
-    return Rowed(_with(labels, dim, "v"))
-
-
-def _with(labels: str, dim: int, label: str) -> str:
-    return labels[:dim] + label + labels[dim + 1 :]
+import fuse_losses.graph.row_views  # noqa: E402, F401  last, for its rules are made with what is above

@@ -98,7 +98,7 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
 
 
 def _write_out_numbers(traced: fx.GraphModule) -> None:
-    """Tensors that the retrace made of Python numbers (`z[..., V:] = -1e9`, `z[..., [1, 5]]`) become calls that make them."""
+    """Tensors made of Python numbers (`z[..., V:] = -1e9`, `z[..., [1, 5]]`) become calls that make them."""
     for node in traced.graph.find_nodes(op="get_attr"):
         constant = getattr(traced, str(node.target))
         if type(constant) is not torch.Tensor or constant.numel() > MAX_NUMBERS:

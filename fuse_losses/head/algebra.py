@@ -157,7 +157,8 @@ class Head:
 
     vocab: the largest of the products; hidden: theirs; rows: None if symbolic without a hint; dtype: of the logits;
     returned: the raw logits leave too; operations: values over the vocabulary that are computed for a row where the
-    region has no form in the algebra, else 0; given: the logits are an input of the graph.
+    region has no form in the algebra, else 0; given: the logits are an input of the graph; kinks: some operation of
+    the region has a gradient that jumps, as |p - q| has at a tie.
     """
 
     functionals: tuple[Functional, ...]
@@ -168,6 +169,7 @@ class Head:
     returned: bool = False
     operations: int = 0
     given: bool = False
+    kinks: bool = False
 
     @property
     def summary(self) -> str:

@@ -25,6 +25,8 @@ SCHEMA = (
     "chunked_rows(str key, Tensor[] rows, Tensor[] whole, SymInt chunk_rows, str accumulate, bool compiled) -> Tensor[]"
 )
 
+SHARE, FEWEST = 16, 64  # a chunk is at most this share of the rows, unless that leaves it too few for a product
+
 _regions: dict[str, fx.GraphModule] = {}
 
 
@@ -66,6 +68,11 @@ def _backward(
     return torch.compile(pull_back, dynamic=True) if compiled else pull_back
 
 
+def _rows_per_chunk(count: int, chunk_rows: int) -> int:
+    """chunk_rows, or fewer: a region's operations and their backward keep about ten values of a chunk alive."""
+    return min(chunk_rows, max(FEWEST, -(-count // SHARE)))
+
+
 def _no_autocast(like: Tensor) -> torch.autocast:
     return torch.autocast(like.device.type, enabled=False)
 
@@ -77,7 +84,9 @@ def rows_fwd(key: str, rows: list[Tensor], whole: list[Tensor], chunk_rows: int,
     run = _forward(key, compiled)
     outputs: list[Tensor] = []
     with _no_autocast(rows[0]):
-        for part in parts(max(count, 1), chunk_rows):  # no rows: one empty chunk tells the shapes
+        for part in parts(
+            max(count, 1), _rows_per_chunk(count, chunk_rows)
+        ):  # no rows: one empty chunk tells the shapes
             made = run(*[r[part] for r in rows], *whole)
             if not outputs:
                 outputs = [o.new_empty(count, *o.shape[1:]) for o in made]
@@ -111,7 +120,7 @@ def rows_bwd(
         for i, (x, need) in enumerate(zip([*rows, *whole], needs, strict=True))
     ]
     with _no_autocast(rows[0]):
-        for part in parts(count, chunk_rows):
+        for part in parts(count, _rows_per_chunk(count, chunk_rows)):
             inputs = [*[r[part] for r in rows], *whole]
             made = iter(run(inputs, [g[part] for g in grads if g is not None]))
             for i, need in enumerate(needs):

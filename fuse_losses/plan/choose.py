@@ -65,7 +65,9 @@ def choose(head: Head, context: Context, options: Options) -> Plan | Decline:
         whole = head.rows * head.vocab * itemsize * len(head.hidden)
         chunk = min(chunk_rows, head.rows) * head.vocab * itemsize
         saved = max(0, whole * (1 if head.returned else 2) - chunk)
-    return Plan(executor, gradients, chunk_rows, options.accumulate, gpu and executor == "rows", why, saved)
+    # compiled, equal values may come out unequal in their last bit: a gradient that jumps at a tie would show it
+    compiled = gpu and executor == "rows" and not head.kinks
+    return Plan(executor, gradients, chunk_rows, options.accumulate, compiled, why, saved)
 
 
 LIVE_VALUES = 8  # [chunk, V] values of a region that are alive at once, about
