@@ -10,6 +10,7 @@ import textwrap
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -85,15 +86,21 @@ def test_opcheck(key: str, grad: bool) -> None:
     torch.library.opcheck(OPS.chunked_rows.default, (key, rows, whole, 3, "float32", False))
 
 
-@pytest.mark.parametrize("needs", [[True] * 5, [True, False, False, False, False], [False, False, True, False, True]])
-def test_opcheck_inner(key: str, needs: list[bool]) -> None:
+def test_opcheck_forward(key: str) -> None:
     rows, whole = ([a.detach() for a in some] for some in tensors())
     torch.library.opcheck(OPS.rows_fwd.default, (key, rows, whole, 3, False))
-    grads = [torch.randn(N), torch.randn(N, 3), None]
-    checks = ("test_autograd_registration", "test_aot_dispatch_dynamic")  # the others are dispatch modes: see below
-    torch.library.opcheck(
-        OPS.rows_bwd.default, (key, grads, rows, whole, needs, 3, "float32", False), test_utils=checks
-    )
+
+
+@pytest.mark.parametrize("needs", [[True] * 5, [True, False, False, False, False], [False, False, True, False, True]])
+def test_the_fake_of_the_backward_has_its_shapes(key: str, needs: list[bool]) -> None:
+    """Not opcheck, whose checks are dispatch modes: see the test below."""
+    rows, whole = ([a.detach() for a in some] for some in tensors())
+    how = (needs, 3, "float32", False)
+    real = OPS.rows_bwd(key, [torch.randn(N), torch.randn(N, 3), None], rows, whole, *how)
+    with FakeTensorMode() as mode:
+        fakes = [[mode.from_tensor(a) for a in some] for some in (rows, whole)]
+        fake = OPS.rows_bwd(key, [torch.randn(N), torch.randn(N, 3), None], *fakes, *how)
+    assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in real]
 
 
 @pytest.mark.xfail(reason="functorch's vjp does not run inside an operator that a dispatch mode called", strict=True)

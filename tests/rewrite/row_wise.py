@@ -1,15 +1,14 @@
 """Losses that have no kernel and keep their rows apart: the table that the tests of the generic executor run over.
 
-A function takes what it names, of tests/head/spellings.py's tensors or of these: m [2, 5] and m1 [10] masks of zeros and
-ones, t [2, 5, V] and t1 [10, V] logits of a teacher, wT [V, H] and xT [2, 5, H] the teacher's head and hidden states (all
-without gradients); r [2, 5, 1] and r1 [10, 1] a number per row, s [2, 1, 1] one per sequence, q [] one for all, cw [V]
-class weights (all but cw with gradients).
+A function takes what it names, of tests/head/spellings.py's tensors or of these: m [2, 5] and m1 [10] masks of zeros
+and ones, t [2, 5, V] and t1 [10, V] logits of a teacher, wT [V, H] and xT [2, 5, H] the teacher's head and hidden
+states, cw [V] class weights (all without gradients); r [2, 5, 1] and r1 [10, 1] a number per row, s [2, 1, 1] one per
+sequence, q [] one for all (with gradients).
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.head.spellings import HIDDEN, ROWS, VOCAB, tensors
+from tests.rewrite.distributions import DISTRIBUTIONS
 
 INF = float("inf")
 
@@ -76,9 +76,7 @@ TARGETS = {
         F.linear(x1, w), y1, label_smoothing=0.1, reduction="none"
     ),
     "label smoothing, classes in dim 1": lambda x, w, y: F.cross_entropy(F.linear(x, w).mT, y, label_smoothing=0.1),
-    "label smoothing and weights": lambda x1, w, y1, cw: F.cross_entropy(
-        F.linear(x1, w), y1, cw, label_smoothing=0.1
-    ),
+    "label smoothing and weights": lambda x1, w, y1, cw: F.cross_entropy(F.linear(x1, w), y1, cw, label_smoothing=0.1),
     "smoothing by hand": smoothing_by_hand,
     "smoothing of ignored rows": smoothing_of_ignored_rows,
     "class weights": lambda x1, w, y1, cw: F.cross_entropy(F.linear(x1, w), y1, cw),
@@ -95,11 +93,9 @@ TARGETS = {
     "scattered targets": scattered_targets,
     "one class for all": lambda x1, w: F.linear(x1, w).log_softmax(-1)[:, 3],
     "several classes": lambda x, w, c: F.linear(x, w).log_softmax(-1).gather(-1, c[..., None].repeat(1, 1, 3)),
-    "candidate classes": lambda x, w, c: F.linear(x, w)
-    .log_softmax(-1)
-    .gather(-1, torch.stack([c, c.flip(0), c.flip(1)], -1))
-    .logsumexp(-1)
-    .mean(),
+    "candidate classes": lambda x, w, c: (
+        F.linear(x, w).log_softmax(-1).gather(-1, torch.stack([c, c.flip(0), c.flip(1)], -1)).logsumexp(-1).mean()
+    ),
 }
 
 
@@ -166,12 +162,12 @@ TRANSFORMS = {
     "slice set to -1e9": set_slice,
     "slice set to -inf": set_slice_of_float,
     "part of the vocabulary": lambda x1, w, y1: F.cross_entropy(F.linear(x1, w)[:, :31], y1.clamp(max=30)),
-    "part of the vocabulary, 3-D": lambda x, w, c: F.linear(x, w)[..., 2:33].log_softmax(-1).gather(
-        -1, c.clamp(max=30)[..., None]
+    "part of the vocabulary, 3-D": lambda x, w, c: (
+        F.linear(x, w)[..., 2:33].log_softmax(-1).gather(-1, c.clamp(max=30)[..., None])
     ),
-    "subset by index": lambda x, w, c: F.linear(x, w)[..., torch.tensor([1, 5, 9, 30])]
-    .log_softmax(-1)
-    .gather(-1, (c % 4)[..., None]),
+    "subset by index": lambda x, w, c: (
+        F.linear(x, w)[..., torch.tensor([1, 5, 9, 30])].log_softmax(-1).gather(-1, (c % 4)[..., None])
+    ),
     "logits and a null class": lambda x1, w, c1, r1: F.cross_entropy(torch.cat([F.linear(x1, w), r1], -1), c1),
     "subset by list": lambda x, w, c: F.linear(x, w)[..., [1, 5, 9, 30]].logsumexp(-1) - F.linear(x, w).logsumexp(-1),
     "over a size": lambda x, w, y: F.cross_entropy((F.linear(x, w) / x.shape[1]).mT, y, label_smoothing=0.1),
@@ -195,179 +191,6 @@ TRANSFORMS = {
     "sigmoid softcap": lambda x1, w, y1: F.cross_entropy(10 * torch.sigmoid(F.linear(x1, w) / 5), y1),
     "rsqrt softcap": rsqrt_softcap,
     "clamped": lambda x1, w, y1: F.cross_entropy(F.linear(x1, w).clamp(-2, 2), y1),
-}
-
-
-# ------------------------------------------------------------------------------------------------- whole distributions
-
-
-def entropy_of_probs(x1, w, c1):
-    log_probs = F.linear(x1, w).log_softmax(-1)
-    return log_probs.gather(1, c1[:, None]).mean() - (log_probs.exp() * log_probs).sum(-1).mean()
-
-
-def entropy_by_logsumexp(x, w):
-    z = F.linear(x, w)
-    return torch.logsumexp(z, -1) - (z.softmax(-1) * z).sum(-1)
-
-
-def log_softmax_by_hand(x1, w, c1):
-    z = F.linear(x1, w)
-    shifted = z - z.max(-1, keepdim=True).values
-    log_probs = shifted - shifted.exp().sum(-1, keepdim=True).log()
-    return -log_probs.gather(1, c1[:, None]).mean() + 1e-3 * z.logsumexp(-1).mean()
-
-
-def log_softmax_by_amax(x, w, c):
-    z = F.linear(x, w)
-    top = z.amax(-1, keepdim=True).detach()
-    log_probs = z - top - (z - top).exp().sum(-1, keepdim=True).log()
-    return log_probs.gather(-1, c[..., None]) * z.softmax(-1).square().sum(-1, keepdim=True)
-
-
-def focal_of_all(x1, w, c1):
-    p = F.linear(x1, w).softmax(-1)
-    onehot = F.one_hot(c1, VOCAB)
-    return -(onehot * (1 - p).pow(2) * (p + 1e-7).log()).sum(-1).mean()
-
-
-def unlikelihood(x, w, c):
-    p = F.linear(x, w).softmax(-1)
-    return -torch.log1p(-p.gather(-1, c[..., None]).clamp(max=0.99)).mean()
-
-
-def margin(x1, w, c1):
-    z = F.linear(x1, w)
-    right = z.gather(1, c1[:, None])
-    return F.cross_entropy(z, c1) + F.relu(1 - right + z).sum(-1).mean()
-
-
-def best_wrong(x1, w, c1):
-    z = F.linear(x1, w)
-    right = z.gather(1, c1[:, None]).squeeze(1)
-    wrong = z.scatter(1, c1[:, None], -INF).amax(-1)
-    return F.cross_entropy(z, c1) + F.relu(1 + wrong - right).mean()
-
-
-def sorted_distance(x1, w, t1):
-    ours = F.linear(x1, w).softmax(-1).sort(-1).values
-    return (ours - t1.softmax(-1).sort(-1).values).abs().sum(-1)
-
-
-def nucleus(x, w, c):
-    ordered = F.linear(x, w).softmax(-1).sort(-1, descending=True)
-    kept = ordered.values.cumsum(-1) < 0.9
-    return (ordered.values * kept).sum(-1).log()
-
-
-def cumulative_distance(x1, w, t1):
-    return (F.linear(x1, w).softmax(-1).cumsum(-1) - t1.softmax(-1).cumsum(-1)).abs().mean(-1).sum()
-
-
-def forward_kl(x, w, xT, wT):
-    teacher = F.linear(xT, wT).log_softmax(-1)
-    student = F.linear(x, w).log_softmax(-1)
-    return (teacher.exp() * (teacher - student)).sum(-1)
-
-
-def reverse_kl(x, w, xT, wT, m):
-    teacher = F.linear(xT, wT).log_softmax(-1)
-    student = F.linear(x, w).log_softmax(-1)
-    return ((student.exp() * (student - teacher)).sum(-1) * m).sum() / m.sum()
-
-
-def jsd(x, w, t):
-    student, teacher = F.linear(x, w).log_softmax(-1), t.log_softmax(-1)
-    mixed = torch.logsumexp(torch.stack([student, teacher]) - math.log(2), dim=0)
-    left = F.kl_div(mixed, student, log_target=True, reduction="none").sum(-1)
-    return 0.5 * (left + F.kl_div(mixed, teacher, log_target=True, reduction="none").sum(-1)).mean()
-
-
-def jsd_of_products(x, w, xT, wT):
-    student, teacher = F.linear(x, w).log_softmax(-1), F.linear(xT, wT).log_softmax(-1)
-    mixed = torch.logsumexp(torch.stack([student, teacher], -1) - math.log(2), dim=-1)
-    left = (student.exp() * (student - mixed)).sum(-1)
-    return 0.5 * left + 0.5 * (teacher.exp() * (teacher - mixed)).sum(-1)
-
-
-def shifted_distillation(x, w, c, t):
-    """Both sides shifted, a hard loss beside it."""
-    z = F.linear(x, w)[:, :-1]
-    teacher = t[:, 1:].softmax(-1)
-    soft = -(teacher * z.log_softmax(-1)).sum(-1).mean()
-    return soft + F.cross_entropy(z.reshape(-1, VOCAB), c[:, 1:].reshape(-1))
-
-
-def masked_3d(x, w, t, m):
-    log_ratio = F.linear(x, w).log_softmax(-1) - t.log_softmax(-1)
-    return (log_ratio.square() * m.unsqueeze(-1)).sum() / m.sum()
-
-
-def two_temperatures(x, w, xT, wT, q):
-    student = (F.linear(x, w) / 2).log_softmax(-1)
-    teacher = (F.linear(xT, wT) * q).softmax(-1)
-    return -(teacher * student).sum(-1).mean() * 4
-
-
-def teacher_under_no_grad(x, w, b, wt):
-    """The teacher's head could have a gradient, and has none."""
-    with torch.no_grad():
-        teacher = (x @ wt + b).softmax(-1)
-    return -(teacher * F.linear(x, w).log_softmax(-1)).sum(-1)
-
-
-def teacher_and_student_learn(x1, w, b, r1):
-    teacher = r1 * b  # [N, V] of tensors with gradients
-    return F.kl_div(F.linear(x1, w).log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1)
-
-
-def expected_reward(x, w, b):
-    return (F.linear(x, w).softmax(-1) * b).sum(-1)
-
-
-DISTRIBUTIONS = {
-    "entropy of probs": entropy_of_probs,
-    "entropy by logsumexp": entropy_by_logsumexp,
-    "log_softmax by hand": log_softmax_by_hand,
-    "log_softmax by hand, amax": log_softmax_by_amax,
-    "focal": focal_of_all,
-    "unlikelihood": unlikelihood,
-    "margin": margin,
-    "best wrong class": best_wrong,
-    "sorted distance": sorted_distance,
-    "nucleus": nucleus,
-    "cumulative distance": cumulative_distance,
-    "KL to a teacher": lambda x1, w, t1: F.kl_div(
-        F.linear(x1, w).log_softmax(-1), t1.softmax(-1), reduction="batchmean"
-    ),
-    "KL to a teacher that learns": lambda x1, w, wt: F.kl_div(
-        F.linear(x1, w).log_softmax(-1), (x1.tanh() @ wt).softmax(-1), reduction="batchmean"
-    ),
-    "KL, log targets, sum": lambda x, w, t: F.kl_div(
-        F.linear(x, w).log_softmax(-1), t.log_softmax(-1), reduction="sum", log_target=True
-    ),
-    "KL, mean over everything": lambda x, w, t: F.kl_div(
-        F.linear(x, w).log_softmax(-1), t.softmax(-1), reduction="mean"
-    ),
-    "forward KL to a teacher's head": forward_kl,
-    "reverse KL to a teacher's head": reverse_kl,
-    "JSD": jsd,
-    "JSD of two heads": jsd_of_products,
-    "TVD": lambda x, w, t: 0.5 * (F.linear(x, w).softmax(-1) - t.softmax(-1)).abs().sum(-1),
-    "TVD, sum": lambda x, w, t: (F.linear(x, w).softmax(-1) - t.softmax(-1)).abs().sum(),
-    "distillation, shifted": shifted_distillation,
-    "masked, 3-D": masked_3d,
-    "two temperatures": two_temperatures,
-    "teacher under no_grad": teacher_under_no_grad,
-    "teacher and student learn": teacher_and_student_learn,
-    "expected reward": expected_reward,
-    "square error of logits": lambda x, w, t: (F.linear(x, w).log_softmax(-1) - t).square().mean((0, 2)),
-    "sum of probs squared": lambda x, w: F.linear(x, w).softmax(-1).square().sum(),
-    "mean of probs squared": lambda x, w: F.linear(x, w).softmax(-1).square().mean(),
-    "mean over sequences and classes": lambda x, w: F.linear(x, w).log_softmax(-1).mean((0, 2)),
-    "sum over positions and classes": lambda x, w: F.linear(x, w).softmax(-1).square().sum((1, 2), keepdim=True),
-    "norm of probs": lambda x, w: F.linear(x, w).softmax(-1).norm(dim=-1),
-    "variance of log-probs": lambda x, w: F.linear(x, w).log_softmax(-1).var(-1),
 }
 
 
@@ -518,9 +341,9 @@ VALUES = {
     "einsum to classes in dim 1": lambda x, w, y: F.cross_entropy(
         torch.einsum("bth,vh->bvt", x, w), y, label_smoothing=0.1
     ),
-    "rows swapped": lambda x, w, t: -(t.transpose(0, 1).softmax(-1) * F.linear(x, w).transpose(0, 1).log_softmax(-1))
-    .sum(-1)
-    .flatten(),
+    "rows swapped": lambda x, w, t: (
+        -(t.transpose(0, 1).softmax(-1) * F.linear(x, w).transpose(0, 1).log_softmax(-1)).sum(-1).flatten()
+    ),
     "one row, several classes": lambda x1, w, c1: F.linear(x1[:1], w).log_softmax(-1).gather(-1, c1[None, :3]),
     "one row, scattered": lambda x1, w, c1: F.linear(x1[:1], w).softmax(-1).scatter(-1, c1[None, :1], 0.5).sum(-1),
     "one row, smoothed": lambda x1, w, y1: F.cross_entropy(F.linear(x1[:1], w), y1[:1], label_smoothing=0.1),

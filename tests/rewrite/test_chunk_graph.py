@@ -181,5 +181,3 @@ def test_inputs_behind_a_detach_are_frozen() -> None:
     made = ByHand(lambda z, t, b: z.softmax(-1) + (t * z).detach() * b, TEACHER, BIAS)
     names = [n.name for n in made.chunk.graph.find_nodes(op="placeholder")]
     assert [names[i] for i in made.build.frozen(made.chunk)] == ["rows_1"]
-
-

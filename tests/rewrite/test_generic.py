@@ -130,7 +130,12 @@ def test_the_vocabulary_is_followed_by_its_dim_not_by_its_size() -> None:
         z = F.linear(x, w)
         swapped = (t.transpose(0, 1).softmax(-1) * z.transpose(0, 1).log_softmax(-1)).sum(-1)
         smoothed = F.cross_entropy(z.transpose(1, 2), y, label_smoothing=0.1, reduction="none")
-        return swapped, smoothed, z.softmax(-1).square().sum((1, 2)), z.logsumexp(-1, keepdim=True) * z.sum(-1)[..., None]
+        return (
+            swapped,
+            smoothed,
+            z.softmax(-1).square().sum((1, 2)),
+            z.logsumexp(-1, keepdim=True) * z.sum(-1)[..., None],
+        )
 
     args = [
         torch.randn(size, size, size, requires_grad=True),
@@ -220,7 +225,6 @@ def test_one_of_two_outputs_is_used() -> None:
     fn = BY_NAME["values: two exits of one loop"]
     grads = []
     for f in (fn, Capture(chunk_rows=3).compile(fn)):
-        args = row_args(fn)
         torch.manual_seed(0)
         args = row_args(fn)
         f(*args)[1].sum().backward()
@@ -275,7 +279,7 @@ def test_the_report_says_how() -> None:
     assert "row_wise.py" in head.where
 
 
-# ---------------------------------------------------------------------------------------------------- the other executor
+# --------------------------------------------------------------------------------------------- the other executor
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
