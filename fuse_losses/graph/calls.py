@@ -42,6 +42,24 @@ NORMALISERS = LOG_NORMALISERS | {F.softmax, torch.softmax, "softmax"}
 # Walking back from a loss never crosses these: what is behind them is the body of the model.
 BODY = {F.embedding, F.layer_norm, F.rms_norm, F.dropout, F.scaled_dot_product_attention, F.group_norm}
 
+RANDOM = {
+    torch.rand,
+    torch.randn,
+    torch.randint,
+    torch.randperm,
+    torch.normal,
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+    torch.bernoulli,
+    torch.multinomial,
+    torch.poisson,
+    torch.dropout,
+    F.dropout,
+    F.gumbel_softmax,
+    "bernoulli",
+    "multinomial",
+}
 CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
 SET_GRAD = torch._C._set_grad_enabled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -49,6 +50,11 @@ def value(node: fx.Node) -> torch.Tensor:
 
 def is_tensor(node: object) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def storage(node: fx.Node) -> Any:
+    """What nodes that share memory have in common."""
+    return value(node).untyped_storage()._cdata
 
 
 def as_product(node: fx.Node) -> Product | None:

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fuse_losses.graph import calls
-from fuse_losses.graph.products import Product, is_tensor, value
+from fuse_losses.graph.products import Product, is_tensor, storage, value
 from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed
 from fuse_losses.graph.tail import Tail
 from fuse_losses.report.decline import Decline, Declined
@@ -140,7 +140,7 @@ def check_writes(graph: fx.Graph, region: Region, exit: fx.Node, reads: Collecti
         if not is_tensor(node):
             continue
         readers = [order[u] for u in node.users if u in members or u in region.exits]
-        key = _storage(node)
+        key = storage(node)
         first[key] = min([first.get(key, order[exit]), *readers, order[exit]])
         if node in operands:
             first[key] = min(first[key], *(order[p.node] for p in region.products if node in p.operands))
@@ -150,11 +150,7 @@ def check_writes(graph: fx.Graph, region: Region, exit: fx.Node, reads: Collecti
         for target in calls.writes_to(node):
             if target in members or not is_tensor(target):
                 continue
-            if order[node] >= first.get(_storage(target), order[exit]):
+            if order[node] >= first.get(storage(target), order[exit]):
                 raise Declined(
                     "mutated", f"{target.name} is written to before the loss reads it", calls.user_line(node)
                 )
-
-
-def _storage(node: fx.Node) -> Any:
-    return value(node).untyped_storage()._cdata

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from fuse_losses.graph import calls
-from fuse_losses.graph.products import Product, is_tensor
+from fuse_losses.graph.products import Product, is_tensor, storage
 from fuse_losses.report.decline import Declined
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -152,11 +152,12 @@ def _dependents(graph: fx.Graph, roots: Sequence[fx.Node]) -> list[fx.Node]:
 def _factories(graph: fx.Graph, nodes: list[fx.Node]) -> set[fx.Node]:
     """Nodes that read no tensor (arange, full, ...) and feed the tail: retraced too, so that the lift can read them."""
     pure: set[fx.Node] = set()
+    written = {storage(t) for n in graph.nodes for t in calls.writes_to(n) if is_tensor(t)}
     for node in graph.nodes:
-        if node.op not in ("call_function", "call_method") or not is_tensor(node) or calls.writes_to(node):
+        if node.op not in ("call_function", "call_method") or not is_tensor(node) or storage(node) in written:
             continue
-        if calls.is_call(node, calls.CONSTANTS):
-            continue  # a retrace would lift their values out of the graph
+        if calls.is_call(node, calls.CONSTANTS | calls.RANDOM):
+            continue  # a retrace would lift the values of the ones out of the graph, and draw the others again
         if all(a in pure or isinstance(a.meta.get("example_value"), _NUMBERS) for a in node.all_input_nodes):
             pure.add(node)
     needed: set[fx.Node] = set()
