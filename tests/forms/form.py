@@ -24,10 +24,10 @@ IGNORE = -100
 def tensors(dtype: torch.dtype = torch.float32, rows: tuple[int, int] = (B, T)) -> dict[str, Any]:
     """All that a form may name, from the current seed.
 
-    x [B, T, H] hidden states, x1 [B*T, H]; w [V, H], wt [H, V], wk three of them; b [V]; c labels, y labels some of which
-    are ignored, y1 and c1 flattened; m [B, T] their mask, zeros and ones; a [B, T] advantages; n, nf and ni counts: an
-    integer tensor, a float tensor, a number; a temperature; and without gradients a teacher's hidden states xT, its head
-    wT, its logits t.
+    x [B, T, H] hidden states, x1 [B*T, H]; w [V, H], wt [H, V], wk three of them; b [V]; c labels, y labels some of
+    which are ignored, y1 and c1 flattened; m [B, T] their mask, zeros and ones; a [B, T] advantages; n, nf and ni
+    counts: an integer tensor, a float tensor, a number; a temperature; and without gradients a teacher's hidden states
+    xT, its head wT, its logits t.
     """
     x, w = torch.randn(*rows, H), torch.randn(V, H) / 4
     c = torch.randint(0, V, rows)
