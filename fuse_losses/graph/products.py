@@ -186,6 +186,8 @@ def _given_to(loss: fx.Node) -> Iterator[Product]:
         return
     node, steps = loss, 0
     while node.op in ("call_function", "call_method") and steps < MAX_WALK:
+        if as_product(node) is not None or calls.is_call(node, calls.BODY | calls.OTHER_PRODUCTS | calls.MATMUL):
+            return  # the end of a model, not of a loss
         before = node.args[0] if node.args else node.kwargs.get("input")
         if not is_tensor(before):
             return

@@ -176,3 +176,9 @@ def test_a_loss_on_given_logits_has_them_for_a_head() -> None:
     (anchor,) = find_anchors(graph_of(lambda z, y: F.cross_entropy(z.float(), y), *args))
     assert anchor.product.given and anchor.hard
     assert anchor.product.node.op == "placeholder"
+
+
+def test_what_is_behind_a_product_or_a_dropout_is_not_given_logits() -> None:
+    x, w, y = torch.randn(6, 3), torch.randn(VOCAB, 3), torch.zeros(6, dtype=torch.int64)
+    assert heads(lambda x, w, y: F.cross_entropy(F.dropout(F.linear(x, w), 0.5, True), y), x, w, y) == []
+    assert heads(lambda x, w, y: F.cross_entropy(F.layer_norm(x, [3]), y), x, w, y) == []
