@@ -18,7 +18,7 @@ class Miss:
     """between: applied to the logits before the losses; extra: one more output; fusable: fusing stays right.
 
     learned: with gradients (what writes to operands of the head has none, as eager's backward refuses them); silent:
-    the product behind the loss is not the head's, and nobody looks further; writes: to the labels.
+    what is behind the loss is taken for the body of a model; writes: to the labels.
     """
 
     between: Step | None = None
@@ -82,7 +82,7 @@ MISSES: dict[str, Miss] = {
     "weight written to": Miss(between=lambda z, d: written(z, d, "w"), learned=False, fusable=True),
     "labels written to": Miss(between=labels_written, fusable=True, writes=True),
     # every run is another one
-    "dropout": Miss(between=lambda z, d: F.dropout(z, 0.5, True)),
+    "dropout": Miss(between=lambda z, d: F.dropout(z, 0.5, True), silent=True),
     "noise": Miss(between=lambda z, d: z + torch.randn_like(z)),
     "noise for one of all": Miss(between=lambda z, d: z + 0.1 * torch.rand(z.shape), fusable=True),
 }
