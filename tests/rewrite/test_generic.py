@@ -276,7 +276,7 @@ def test_the_report_says_how() -> None:
     (head,) = capture.report.fused
     assert head.summary.startswith("linear + row-wise loss of ")
     assert (head.details["executor"], head.details["chunk_rows"], head.details["gradients"]) == ("rows", 3, "recompute")
-    assert "row_wise.py" in head.where
+    assert "distributions.py" in head.where
 
 
 # --------------------------------------------------------------------------------------------- the other executor
