@@ -48,8 +48,11 @@ def main(names: list[str]) -> None:
     for name in names or shrink.classes():
         start = time.monotonic()
         record["classes"][name] = found = limited(name)
-        print(f"{name}: {found['outcome']} {found.get('reason') or found.get('declined') or ''}"
-              f" ({time.monotonic() - start:.1f} s)", flush=True)
+        print(
+            f"{name}: {found['outcome']} {found.get('reason') or found.get('declined') or ''}"
+            f" ({time.monotonic() - start:.1f} s)",
+            flush=True,
+        )
         record["versions"] = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
         record["classes"] = dict(sorted(record["classes"].items()))
         RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
