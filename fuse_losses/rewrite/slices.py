@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import fx
 
 from fuse_losses.graph import calls
@@ -173,6 +174,8 @@ def _is_wide(analysis: RowAnalysis, node: fx.Node) -> bool:
 def _copied(node: fx.Node) -> Iterable[fx.Node]:
     if node.op != "call_function":
         raise LookupError(f"{node} stands for no node of the graph")
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        raise Declined("rows_mix", f"{node.target} draws random numbers for the logits, and would draw them again")
     # a size is found anew, so that it does not keep the logits alive
     return () if node.target in SIZES else node.all_input_nodes
 

@@ -88,3 +88,18 @@ def test_factories(fn) -> None:
     for ours, eager in zip(seeded(capture.compile(fn), args), seeded(fn, args), strict=True):
         torch.testing.assert_close(ours, eager)
     assert len(capture.report.fused) == 1, str(capture.report)
+
+
+def test_a_dropout_of_the_logits_is_drawn_once() -> None:
+    def fn(x, w, c):
+        z = F.linear(x, w)
+        dropped = F.dropout(z, 0.5, True)
+        with torch.no_grad():
+            metric = dropped.logsumexp(-1)
+        return F.cross_entropy(z, c), metric, dropped.logsumexp(-1), F.cross_entropy(dropped, c)
+
+    args = [torch.randn(6, 3, requires_grad=True), torch.randn(V, 3, requires_grad=True), torch.randint(0, V, (6,))]
+    capture = Capture(chunk_rows=2)
+    for ours, eager in zip(seeded(capture.compile(fn), args), seeded(fn, args), strict=True):
+        torch.testing.assert_close(ours, eager)
+    assert capture.codes == ["rows_mix"], str(capture.report)
