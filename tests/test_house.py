@@ -21,7 +21,7 @@ EVERYTHING = sorted(p for folder in ("fuse_losses", "tests", "examples") for p i
 ARROWS: dict[str, set[str]] = {
     "options": set(),
     "report": {"options"},
-    "graph": {"report"},
+    "graph": {"head", "report"},
     "head": set(),
     "losses": {"head"},
     "plan": {"head", "options", "report"},

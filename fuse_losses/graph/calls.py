@@ -40,7 +40,7 @@ LOG_NORMALISERS = {
 }
 NORMALISERS = LOG_NORMALISERS | {F.softmax, torch.softmax, "softmax"}
 # Walking back from a loss never crosses these: what is behind them is the body of the model.
-BODY = {F.embedding, F.layer_norm, F.rms_norm, F.dropout, F.scaled_dot_product_attention, F.group_norm}
+BODY = {F.embedding, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention, F.group_norm}
 
 RANDOM = {
     torch.rand,

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fuse_losses.graph import calls
+from fuse_losses.head.sizes import same
 
 MAX_WALK = 64  # nodes between a loss and its head; real tails have about ten
 
@@ -53,8 +54,11 @@ def is_tensor(node: object) -> bool:
 
 
 def storage(node: fx.Node) -> Any:
-    """What nodes that share memory have in common."""
-    return value(node).untyped_storage()._cdata
+    """What nodes that share memory have in common; a value without memory of its own (of a vmap) shares none."""
+    try:
+        return value(node).untyped_storage()._cdata
+    except NotImplementedError:
+        return id(node)
 
 
 def as_product(node: fx.Node) -> Product | None:
@@ -195,7 +199,9 @@ def _given_to(loss: fx.Node) -> Iterator[Product]:
         node, steps = before, steps + 1
     if node.op == "placeholder" and value(node).is_floating_point() and value(node).dim() > 0:
         last = value(node).dim() - 1
-        yield Product(node, node, None, vocab_dim=last, hidden_dim=last)
+        read = value(loss.all_input_nodes[0]).shape
+        if any(same(size, value(node).shape[last]) for size in read):  # else it is no [*, V] at all
+            yield Product(node, node, None, vocab_dim=last, hidden_dim=last)
 
 
 def _walk_back(loss: fx.Node) -> Iterator[Product]:
