@@ -14,8 +14,8 @@ from fuse_losses.graph.products import Product, find_anchors
 from fuse_losses.graph.tail import Tail, retrace
 from fuse_losses.head.algebra import Functional, LogitMap, Logits, LogProb, LogSumExp, NllLoss, Selected
 from fuse_losses.head.lift import lift
-from fuse_losses.head.values import Lifted, Unlifted, Wide
 from fuse_losses.head.reference import evaluate
+from fuse_losses.head.values import Lifted, Unlifted, Wide
 from tests.head.spellings import SPELLINGS, VOCAB, Spelling
 
 INT64_MAX = 2**63 - 1  # what an open slice ends at
