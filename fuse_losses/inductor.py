@@ -32,7 +32,10 @@ class KeptForBackward(CustomGraphPass):
             self.inner(graph)
 
     def uuid(self) -> Any:
-        return ("fuse_losses", "kept_for_backward", _fingerprint(), None if self.inner is None else self.inner.uuid())
+        theirs = "" if self.inner is None else self.inner.uuid()
+        if theirs is None:
+            return None  # a pass without an identity keeps its graph out of the caches
+        return ("fuse_losses", "kept_for_backward", _fingerprint(), theirs)
 
 
 @functools.cache

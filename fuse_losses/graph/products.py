@@ -180,7 +180,7 @@ def _of_its_classes(loss: fx.Node, products: list[Product]) -> list[Product]:
     if not isinstance(dim, int):
         return products
     classes = value(source).shape[dim]
-    fitting = [p for p in products if not isinstance(p.vocab, int) or p.vocab == classes]
+    fitting = [p for p in products if same(p.vocab, classes)]
     return fitting or products
 
 
