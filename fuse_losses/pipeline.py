@@ -33,6 +33,7 @@ from fuse_losses.rewrite.generic import GenericWriter, loops
 from fuse_losses.rewrite.indexed import IndexedWriter
 from fuse_losses.rewrite.slices import ExitSlice, Slicer
 from fuse_losses.rewrite.surgery import erase_unused, replace_exits
+from fuse_losses.rewrite.writer import Written
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -255,13 +256,13 @@ def _normalised(analysis: RowAnalysis, node: fx.Node) -> bool:
 def _rewrite(
     graph: fx.Graph, region: Region, part: Part, analysis: RowAnalysis, replaced: dict[fx.Node, fx.Node]
 ) -> None:
-    made: dict[object, object] = {}
+    written = Written()
     if part.plan.executor == "kernels":
-        replace_exits(graph, part.slices, lambda s: IndexedWriter(graph, region, s, part.plan, made), replaced)
+        replace_exits(graph, part.slices, lambda s: IndexedWriter(graph, region, s, part.plan, written), replaced)
         return
     order = {n: i for i, n in enumerate(graph.nodes)}
     shared = {"analysis": analysis, "loops": loops(part.slices, order), "register": register_region}
-    replace_exits(graph, part.slices, lambda s: GenericWriter(graph, region, s, part.plan, made, **shared), replaced)
+    replace_exits(graph, part.slices, lambda s: GenericWriter(graph, region, s, part.plan, written, **shared), replaced)
 
 
 def _head(region: Region, slices: Sequence[ExitSlice]) -> Head:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -21,16 +22,21 @@ aten = torch.ops.aten
 SYM_SIZE = aten.sym_size.int
 
 
+@dataclass
+class Written:
+    """What earlier exits wrote and later ones may share: operators, and nodes whose sizes are known."""
+
+    operators: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    measured: list[tuple[fx.Node, tuple[Any, ...]]] = field(default_factory=list[tuple[fx.Node, tuple[Any, ...]]])
+
+
 class Writer:
-    """Writes one exit's ATen slice into the graph at its insertion point.
+    """Writes one exit's ATen slice into the graph at its insertion point; a subclass writes what an operator makes."""
 
-    made: what earlier exits of the region wrote and this one may share; a subclass writes what an operator makes.
-    """
-
-    def __init__(self, graph: fx.Graph, region: Region, part: ExitSlice, plan: Plan, made: dict[Any, Any]) -> None:
-        self.graph, self.region, self.part, self.plan, self.made = graph, region, part, plan, made
+    def __init__(self, graph: fx.Graph, region: Region, part: ExitSlice, plan: Plan, written: Written) -> None:
+        self.graph, self.region, self.part, self.plan = graph, region, part, plan
+        self.made, self.measured = written.operators, written.measured
         self.env: dict[fx.Node, fx.Node] = dict(part.leaves)
-        self.measured: list[tuple[fx.Node, tuple[Any, ...]]] = []  # nodes written here whose sizes are known
 
     def made_by_operator(self, node: fx.Node) -> fx.Node | None:
         """The value of an ATen node that an operator makes; None if it is to be copied."""

@@ -79,11 +79,9 @@ DYNAMIC = [
     and not f.how
     and f.what != "log_softmax, indexed"  # where labels and rows have two symbols, they may be fewer
 ]
-SIZE = "a size of a slice, s - 1, is held by no tensor that is left"
-MISSING = {"Trainer's LabelSmoother, in place": pytest.mark.xfail(strict=True, reason=SIZE)}
 
 
-@pytest.mark.parametrize("form", [pytest.param(f, id=str(f), marks=MISSING.get(f.what, ())) for f in DYNAMIC])
+@pytest.mark.parametrize("form", [pytest.param(f, id=str(f)) for f in DYNAMIC])
 def test_several_shapes(form: Form) -> None:
     """Fused in every graph, and no more graphs than Dynamo makes by itself."""
     shapes, alone = ((2, 16), (2, 24), (2, 31)), Capture(min_vocab=10**6)
