@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module
 
 from fuse_losses.graph import calls
-from fuse_losses.graph.products import Anchor, Product, find_anchors, value
+from fuse_losses.graph.products import Anchor, Product, find_anchors, returned_logits, value
 from fuse_losses.graph.region import (
     Region,
     check_graph,
@@ -55,6 +55,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> tuple[fx.GraphModule, Report]:
     report = Report(graphs=1)
     try:
         fused = _fuse_module(gm, options, report, checkpointed=False)
+        _report_lone_logits(gm, options, report)
     except Exception as error:
         log.exception("rewriting failed; the graph goes to Inductor as it came")
         failed = Decline("failed", f"{type(error).__name__}: {error}")
@@ -88,6 +89,17 @@ def _fuse_module(gm: fx.GraphModule, options: Options, report: Report, checkpoin
     work.graph.lint()
     work.recompile()
     return work
+
+
+def _report_lone_logits(gm: fx.GraphModule, options: Options, report: Report) -> None:
+    """Say so where a head's logits leave a graph that has no loss for them."""
+    if report.heads:
+        return
+    for product in returned_logits(gm.graph):
+        where = calls.user_line(product.node)
+        if (hint(product.vocab) or 0) >= options.min_vocab:
+            decline = Decline("loss_elsewhere", f"{product.node.name} is returned, and no loss reads it here", where)
+            report.heads.append(_declined(decline, [product], where))
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

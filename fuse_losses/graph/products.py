@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from fuse_losses.graph import calls
-from fuse_losses.head.sizes import same
+from fuse_losses.head.sizes import hint, same
 
+HEAD_RATIO = 5
 MAX_WALK = 64  # nodes between a loss and its head; real tails have about ten
 
 
@@ -221,3 +222,18 @@ def _walk_back(loss: fx.Node) -> Iterator[Product]:
             if parent not in seen:
                 seen.add(parent)
                 stack.append(parent)
+
+
+def returned_logits(graph: fx.Graph) -> Iterator[Product]:
+    """Products that look like a head, are trained, and are returned, but for a cast or a scale, without a loss."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    for node in output.all_input_nodes:
+        product = as_product(node)
+        while product is None and is_tensor(node) and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+            product = as_product(node)
+        if product is None or product.weight is None or not value(product.node).requires_grad:
+            continue
+        vocab, hidden = hint(product.vocab) or 0, hint(value(product.x).shape[product.hidden_dim]) or 0
+        if vocab >= HEAD_RATIO * hidden:  # a projection of the body is four times as wide at most
+            yield product

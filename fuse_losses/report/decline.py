@@ -18,6 +18,12 @@ CODES: dict[str, tuple[str, str]] = {
         "the log-probabilities of the whole vocabulary leave the graph",
         "return only the log-probabilities that are read",
     ),
+    "loss_elsewhere": (
+        "the graph ends in the logits: the loss is in another graph, or outside of what is compiled",
+        "compile model and loss together; look for a graph break between them (TORCH_LOGS=graph_breaks): a logger or "
+        "print, .item(), a branch on data, a boolean mask, a hook; in transformers, a class whose loss_type is unknown "
+        "(set model.loss_type), or a Trainer that computes the loss itself",
+    ),
     "no_gain": (
         "the logits exist before this graph begins, and running the loss chunk by chunk would save nothing",
         "compile head and loss together",

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -84,7 +86,19 @@ class Report:
     def __str__(self) -> str:
         graphs = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
         title = f"fuse_losses: {len(self.fused)} fused, {len(self.declined)} declined in {graphs}"
-        return "\n".join([title, *map(str, self.heads)])
+        return "\n".join([title, *map(str, self.heads), f"with {versions()}"])
+
+
+def versions() -> str:
+    """What a bug report must name: this package, torch, Triton and transformers if there, Python, the device."""
+    found: list[str] = []
+    for name in ("fuse-losses", "torch", "triton", "transformers"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    return ", ".join([*found, f"Python {platform.python_version()}", device])
 
 
 _session = Report()

@@ -48,8 +48,10 @@ def compiled(**options):
 
 
 def test_as_text() -> None:
-    assert str(Report([FUSED, DECLINED], graphs=2)) == textwrap.dedent(
-        """\
+    assert (
+        str(Report([FUSED, DECLINED], graphs=2))
+        == textwrap.dedent(
+            """\
         fuse_losses: 1 fused, 1 declined in 2 graphs
         fused    linear + cross entropy (mean)
                  model.py:7: loss = f(x)
@@ -58,9 +60,13 @@ def test_as_text() -> None:
                  model.py:7: loss = f(x)
                  [rows_mix] they do
                  at model.py:6: z = g(x)
-                 what to do: select or combine rows before the head, or after the loss"""
+                 what to do: select or combine rows before the head, or after the loss
+        with """
+        )
+        + reports.versions()
     )
-    assert str(Report(graphs=1)) == "fuse_losses: 0 fused, 0 declined in 1 graph"
+    assert str(Report(graphs=1)) == f"fuse_losses: 0 fused, 0 declined in 1 graph\nwith {reports.versions()}"
+    assert f"torch {torch.__version__}" in reports.versions() and "Python 3." in reports.versions()
 
 
 def test_as_json() -> None:
