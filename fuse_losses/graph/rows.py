@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fuse_losses.head.sizes import SIZES, arange_along, dim_of, same, sizes
+from fuse_losses.head.table import OperatorTable
 
 aten = torch.ops.aten
 
@@ -46,7 +47,8 @@ class Lost:
 
 Value = Rowed | Loose | Lost
 Rule = Callable[["RowAnalysis", fx.Node], Value]
-RULES: dict[Any, Rule] = {}
+RULES: OperatorTable[Rule] = OperatorTable()  # how an operator labels its result
+rule = RULES.rule
 
 UNARY = (
     aten._to_copy.default,
@@ -94,17 +96,6 @@ ALONG = (
     aten.sort.default,
 )
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-
-
-def rule(*targets: Any) -> Callable[[Rule], Rule]:
-    """Register how the operators label their result."""
-
-    def register(function: Rule) -> Rule:
-        for target in targets:
-            RULES[target] = function
-        return function
-
-    return register
 
 
 @dataclass

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
 
 from fuse_losses.head.algebra import Functional, Logits, LogSumExp
 from fuse_losses.head.sizes import same, sizes
+from fuse_losses.head.table import OperatorTable
 
 aten = torch.ops.aten
 
@@ -35,18 +36,8 @@ class Unlifted:
 
 Lifted = Wide | Unlifted | Functional
 Rule = Callable[["Lift", fx.Node], Lifted]
-RULES: dict[Any, Rule] = {}
-
-
-def rule(*targets: Any) -> Callable[[Rule], Rule]:
-    """Register what an ATen operator makes of a wide value."""
-
-    def register(function: Rule) -> Rule:
-        for target in targets:
-            RULES[target] = function
-        return function
-
-    return register
+RULES: OperatorTable[Rule] = OperatorTable()  # what an ATen operator makes of a wide value
+rule = RULES.rule
 
 
 @dataclass

@@ -20,6 +20,7 @@ from fuse_losses.graph.products import Product
 from fuse_losses.graph.rows import RowAnalysis, Rowed, argument
 from fuse_losses.head.algebra import RowStep
 from fuse_losses.head.sizes import dim_of, same, sizes
+from fuse_losses.head.table import OperatorTable
 from fuse_losses.report.decline import Declined
 
 aten = torch.ops.aten
@@ -244,18 +245,8 @@ class ChunkGraph:
 
 
 Emitter = Callable[[ChunkGraph, fx.Node, Steps], fx.Node]
-EMITTERS: dict[Any, Emitter] = {}
-
-
-def emitter(*targets: Any) -> Callable[[Emitter], Emitter]:
-    """Register how operators are written for a chunk; the default is elementwise."""
-
-    def register(function: Emitter) -> Emitter:
-        for target in targets:
-            EMITTERS[target] = function
-        return function
-
-    return register
+EMITTERS: OperatorTable[Emitter] = OperatorTable()  # how an operator is written for a chunk; else elementwise
+emitter = EMITTERS.rule
 
 
 def constant(number: Any, what: str) -> Any:
