@@ -12,6 +12,7 @@ from fuse_losses import pipeline
 from fuse_losses.inductor import compile_with_inductor
 from fuse_losses.options import split_options
 from fuse_losses.report import report as reports
+from fuse_losses.report.report import log
 
 
 def backend(
@@ -28,8 +29,16 @@ def backend(
     """
     own, inductor_options = split_options(options)
     fused, report = pipeline.fuse(gm, own)
+    try:
+        compiled = compile_with_inductor(fused, example_inputs, mode, inductor_options, fused=fused is not gm)
+    except Exception as error:
+        if fused is gm or own.strict:
+            raise
+        log.exception("the rewritten graph does not compile; the graph goes to Inductor as it came")
+        compiled = compile_with_inductor(gm, example_inputs, mode, inductor_options, fused=False)
+        report = pipeline.failed(report, error)
     reports.publish(report, own.report)
-    return compile_with_inductor(fused, example_inputs, mode, inductor_options, fused=fused is not gm)
+    return compiled
 
 
 backend.reset = reports.clear  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it

@@ -58,15 +58,20 @@ def fuse(gm: fx.GraphModule, options: Options) -> tuple[fx.GraphModule, Report]:
         _report_lone_logits(gm, options, report)
     except Exception as error:
         log.exception("rewriting failed; the graph goes to Inductor as it came")
-        failed = Decline("failed", f"{type(error).__name__}: {error}")
-        heads = [HeadReport("declined", h.summary, h.where, decline=failed) for h in report.fused]
-        report = Report([*report.declined, *heads] or [HeadReport("declined", "a head", "", decline=failed)], graphs=1)
+        report = failed(report, error)
         fused = None
         if options.strict:
             raise FusionError(str(report)) from error
     if options.strict and any(h.decline and h.decline.code != "small_vocab" for h in report.declined):
         raise FusionError(str(report))
     return fused or gm, report
+
+
+def failed(report: Report, error: Exception) -> Report:
+    """The report of a graph in which fusing went wrong after all."""
+    decline = Decline("failed", f"{type(error).__name__}: {error}")
+    heads = [HeadReport("declined", h.summary, h.where, decline=decline) for h in report.fused]
+    return Report([*report.declined, *heads] or [HeadReport("declined", "a head", "", decline=decline)], graphs=1)
 
 
 def _fuse_module(gm: fx.GraphModule, options: Options, report: Report, checkpointed: bool) -> fx.GraphModule | None:
@@ -195,7 +200,7 @@ def _lift(
             for learned in (True, False):
                 group = [e for e in exits if value(e).requires_grad == learned]
                 if group:
-                    slices = _slices(slicer, region, group, learned and not context.checkpointed)
+                    slices = _slices(slicer, gm.graph, region, group, learned and not context.checkpointed)
                     parts.append(_plan(gm, region, slices, context, options))
     except Declined as declined:
         decline = declined.decline
@@ -208,14 +213,25 @@ def _lift(
     return parts
 
 
-def _slices(slicer: Slicer, region: Region, exits: Sequence[fx.Node], sums: bool) -> list[ExitSlice]:
+def _weighted(slicer: Slicer, graph: fx.Graph, region: Region, part: ExitSlice) -> ExitSlice | None:
+    """The weighted sum that the exit ends in, if its weights are not written to before it is taken."""
+    found = slicer.weighted(region, part)
+    if found is not None:
+        try:
+            check_writes(graph, region, found.exit, found.reads, found.dead)
+        except Declined:
+            return None
+    return found
+
+
+def _slices(slicer: Slicer, graph: fx.Graph, region: Region, exits: Sequence[fx.Node], sums: bool) -> list[ExitSlice]:
     """The exits over what kernels make, else over what the chunked region makes; `sums`: look for weighted sums."""
     lifted = [slicer.lifted(region, e) for e in exits]
     slices = [s for s in lifted if s is not None]
     if len(slices) < len(exits):
         slices = [slicer.by_rows(region, e) for e in exits]
     elif len(slices) == 1 and sums:
-        slices = [slicer.weighted(region, slices[0]) or slices[0]]
+        slices = [_weighted(slicer, graph, region, slices[0]) or slices[0]]
     for part in slices:
         if any(p.given for p in region.products) and part.selects_rows:
             reason = "rows are selected from logits that are given to this graph"
@@ -226,7 +242,7 @@ def _slices(slicer: Slicer, region: Region, exits: Sequence[fx.Node], sums: bool
 def _plan(gm: fx.GraphModule, region: Region, slices: Sequence[ExitSlice], context: Context, options: Options) -> Part:
     operands = [n for p in region.products for n in p.operands]
     for part in slices:
-        check_writes(gm.graph, region, part.exit, [*operands, *part.reads])
+        check_writes(gm.graph, region, part.exit, [*operands, *part.reads], part.dead)
     head = _head(region, slices)
     plan = choose(head, context, options)
     if isinstance(plan, Decline):
@@ -272,8 +288,7 @@ def _rewrite(
     if part.plan.executor == "kernels":
         replace_exits(graph, part.slices, lambda s: IndexedWriter(graph, region, s, part.plan, written), replaced)
         return
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    shared = {"analysis": analysis, "loops": loops(part.slices, order), "register": register_region}
+    shared = {"analysis": analysis, "loops": loops(part.slices, graph), "register": register_region}
     replace_exits(graph, part.slices, lambda s: GenericWriter(graph, region, s, part.plan, written, **shared), replaced)
 
 

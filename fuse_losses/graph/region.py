@@ -130,8 +130,13 @@ def check_product(product: Product) -> None:
         raise Declined("unsupported_dtype", f"the logits are {value(product.node).dtype}", where)
 
 
-def check_writes(graph: fx.Graph, region: Region, exit: fx.Node, reads: Collection[fx.Node]) -> None:
-    """Refuse to move the reading of `reads` down to `exit` if one of them is written to in between."""
+def check_writes(
+    graph: fx.Graph, region: Region, exit: fx.Node, reads: Collection[fx.Node], dead: Collection[fx.Node] = ()
+) -> None:
+    """Refuse to move the reading of `reads` down to `exit` if one of them is written to in between.
+
+    dead: nodes on the way to the exit that read them now and go with it.
+    """
     order = {n: i for i, n in enumerate(graph.nodes)}
     members = set(region.nodes)
     operands = {n for p in region.products for n in p.operands}
@@ -139,7 +144,7 @@ def check_writes(graph: fx.Graph, region: Region, exit: fx.Node, reads: Collecti
     for node in reads:
         if not is_tensor(node):
             continue
-        readers = [order[u] for u in node.users if u in members or u in region.exits]
+        readers = [order[u] for u in node.users if u in members or u in region.exits or u in dead]
         key = storage(node)
         first[key] = min([first.get(key, order[exit]), *readers, order[exit]])
         if node in operands:

@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fuse_losses.graph.products import Product, value
+from fuse_losses.graph import calls
+from fuse_losses.graph.products import Product, is_tensor, storage, value
 from fuse_losses.graph.rows import RowAnalysis, Rowed, argument
 from fuse_losses.head.sizes import same, sizes
 from fuse_losses.rewrite.chunk_graph import ChunkGraph, RowInput, WholeInput, nll_behind, row_sum_dims
@@ -28,14 +29,22 @@ class Loop:
     exits: tuple[ExitSlice, ...]
 
 
-def loops(slices: Sequence[ExitSlice], order: dict[fx.Node, int]) -> list[Loop]:
-    """Share a loop between exits with the same rows and gradient state, if the first of them has all that it reads."""
+def loops(slices: Sequence[ExitSlice], graph: fx.Graph) -> list[Loop]:
+    """Share a loop between exits with the same rows and gradient state, if the first of them has all that it reads.
+
+    It has not, if what a later exit reads is made, or written to, only behind the first.
+    """
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    writes = [(order[n], storage(t)) for n in graph.nodes for t in calls.writes_to(n) if is_tensor(t)]
     found: list[Loop] = []
     for part in slices:
         for node, build in part.cuts.items():
             for i, loop in enumerate(found):
                 first = loop.exits[0]
-                ready = all(order[n] < order[first.exit] for n in _leaves(part, build))
+                leaves = _leaves(part, build)
+                memory = {storage(n) for n in leaves if is_tensor(n)}
+                written = any(order[first.exit] < at < order[part.exit] and to in memory for at, to in writes)
+                ready = not written and all(order[n] < order[first.exit] for n in leaves)
                 alike = first.differentiable == part.differentiable and loop.build.row_set == build.row_set
                 if alike and ready:
                     loop.build.add_output(node)

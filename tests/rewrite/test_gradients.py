@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import fuse_losses
 from tests.capture import Capture, operators
 from tests.head.spellings import Spelling, tensors
 from tests.oracle import assert_as_eager
@@ -330,3 +331,52 @@ def test_backward_twice_cold_and_from_a_warm_cache(tmp_path) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["1"]
+
+
+def test_weights_written_to_before_they_are_summed() -> None:
+    """Eager refuses the backward; the value must be that of the weights as they were, or an error, never another."""
+
+    def fn(x1, w, y1, scale):
+        scale = scale.clone()
+        weighted = F.cross_entropy(F.linear(x1, w), y1, reduction="none") * scale
+        scale.zero_()
+        return weighted.sum()
+
+    named = tensors()
+    scale = torch.rand(named["x1"].shape[0])
+    args = [named["x1"], named["w"], named["y1"], scale]
+    capture = Capture()
+    found = capture.compile(fn)(*args)
+    assert capture.summaries == ["linear + log-prob"]
+    torch.testing.assert_close(found, fn(*args))
+
+
+def test_a_mask_written_to_between_two_exits() -> None:
+    def fn(x1, w, scale):
+        scale = scale.clone()
+        z = F.linear(x1, w)
+        first = (z.softmax(-1) * z).sum(-1)
+        scale.mul_(3)
+        return first, (z.sigmoid() * scale[:, None]).sum(-1)
+
+    named = tensors()
+    scale = torch.rand(named["x1"].shape[0])
+    capture = Capture()
+    assert_as_eager(capture.compile(fn), fn, [named["x1"].detach(), named["w"].detach(), scale])
+
+
+def test_a_graph_that_does_not_compile_goes_as_it_came(monkeypatch) -> None:
+    def refuse(*args):
+        raise RuntimeError("the operator refuses")
+
+    monkeypatch.setattr("fuse_losses.rewrite.indexed.IndexedWriter._nll", lambda self, f, fused: self.call(refuse))
+    named = tensors()
+    args = [named["x1"], named["w"], named["y1"]]
+
+    def fn(x1, w, y1):
+        return F.cross_entropy(F.linear(x1, w), y1)
+
+    compiled = torch.compile(fn, backend="fuse_losses", options={"fuse_losses.min_vocab": 1})
+    assert_as_eager(compiled, fn, args)
+    (head,) = fuse_losses.last_report().heads
+    assert head.decline is not None and head.decline.code == "failed"
