@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -136,8 +137,8 @@ class IndexedWriter(Writer):
         grad = self.part.differentiable
         if isinstance(functional, LogSumExp):
             for (logits, *_, state), outputs in self.made.items():
-                if logits == functional.logits and state == grad and "lse" in outputs:
-                    return outputs
+                if state == grad and "lse" in outputs and (lse := self._lse_among(logits, outputs, functional.logits)):
+                    return {"lse": lse}
             return self._write_fused(functional.logits, None, None, False, summed=False)
         ignore = getattr(functional, "ignore_index", None)
         wraps = getattr(functional, "wraps", False)
@@ -147,6 +148,19 @@ class IndexedWriter(Writer):
         if key not in self.made:
             self.made[key] = self._write_fused(functional.logits, functional.target, ignore, wraps, summed)
         return self.made[key]
+
+    def _lse_among(self, made: Logits, outputs: dict[str, fx.Node], wanted: Logits) -> fx.Node | None:
+        """The logsumexps that are wanted, if they are those of some rows of an operator that is there already."""
+        taken = len(made.rows)
+        if replace(wanted, rows=made.rows) != made or wanted.rows[:taken] != made.rows:
+            return None
+        left = wanted.rows[taken:]
+        if not left:
+            return outputs["lse"]
+        product = cast(Product, made.product)
+        whole = value(product.node).shape
+        rows = made.rows[-1].shape if made.rows else (*whole[: product.vocab_dim], *whole[product.vocab_dim + 1 :])
+        return self.flat_rows(self.call(aten.reshape.default, outputs["lse"], self.shape(rows)), left, [])
 
     def _write_fused(
         self,

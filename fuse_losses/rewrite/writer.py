@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -30,7 +31,7 @@ class Written:
     measured: list[tuple[fx.Node, tuple[Any, ...]]] = field(default_factory=list[tuple[fx.Node, tuple[Any, ...]]])
 
 
-class Writer:
+class Writer(ABC):
     """Writes one exit's ATen slice into the graph at its insertion point; a subclass writes what an operator makes."""
 
     def __init__(self, graph: fx.Graph, region: Region, part: ExitSlice, plan: Plan, written: Written) -> None:
@@ -38,9 +39,9 @@ class Writer:
         self.made, self.measured = written.operators, written.measured
         self.env: dict[fx.Node, fx.Node] = dict(part.leaves)
 
+    @abstractmethod
     def made_by_operator(self, node: fx.Node) -> fx.Node | None:
         """The value of an ATen node that an operator makes; None if it is to be copied."""
-        raise NotImplementedError
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
 
-from tests.capture import Capture, listing
+from tests.capture import Capture, listing, operators
+from tests.head.spellings import tensors
+from tests.oracle import assert_as_eager
 
 
 class Tail(nn.Module):
@@ -201,3 +203,20 @@ return (view_as,)
     def test_what_is_not_fused_is_the_graph_that_came(self) -> None:
         before, after = graphs(lambda x, w: F.linear(x, w).log_softmax(-1), HIDDEN, torch.randn(37, 6))
         self.assertEqual(before, after)
+
+
+def test_a_loop_over_sequences_is_one_operator_with_its_gather() -> None:
+    """TRL's selective_log_softmax: logsumexp sequence by sequence, of logits whose targets are gathered at once."""
+
+    def fn(x, w, c):
+        z = F.linear(x, w)[:, :-1] / 0.7
+        selected = z.gather(-1, c[:, 1:].unsqueeze(-1)).squeeze(-1)
+        return selected - torch.stack([torch.logsumexp(row, dim=-1) for row in z])
+
+    named = tensors()
+    args = [named["x"], named["w"], named["c"]]
+    for dynamic in (None, True):
+        capture = Capture()
+        assert_as_eager(capture.compile(fn, dynamic=dynamic), fn, args)
+        assert operators(capture.after[0]) == ["linear_log_prob"]
+        torch._dynamo.reset()
