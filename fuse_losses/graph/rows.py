@@ -306,7 +306,10 @@ def _nll(state: RowAnalysis, node: fx.Node) -> Value:
     source, target = state.rowed(node.args[0]), node.args[1]
     old = sizes(node.args[0])
     axis = 0 if len(old) == 1 else 1
-    if source is None or source.labels != "r" * axis + "v" + "r" * (len(old) - axis - 1):
+    labels = "" if source is None else source.labels
+    # a dim of one row may have been labelled as no row at all
+    others = all(labels[d] == "r" or same(old[d], 1) for d in range(len(labels)) if d != axis)
+    if source is None or labels[axis] != "v" or not others:
         return lose(node, "wrong_axis", f"nll_loss takes its classes from dim {axis}, not from the vocabulary")
     if state.depends(target) or state.depends(node.args[2]):
         return lose(node, "rows_mix", "the targets of nll_loss are computed from the logits")

@@ -126,9 +126,13 @@ class ChunkGraph:
     @property
     def row_set(self) -> Any:
         """Which rows these are: graphs with the same answer can share one loop."""
-        chosen = ("slice", "select", "permute")
-        products = [(spec.source.node, spec.steps) for spec in self.rows if isinstance(spec.source, Product)]
-        return frozenset((n, steps if any(s.kind in chosen for s in steps) else ()) for n, steps in products)
+        found: set[tuple[fx.Node, Steps]] = set()
+        for spec in self.rows:
+            if isinstance(spec.source, Product):
+                # what only regroups rows behind the last choice leaves their order as it is
+                chosen = [i for i, s in enumerate(spec.steps) if s.kind in ("slice", "select", "permute")]
+                found.add((spec.source.node, spec.steps[: chosen[-1] + 1] if chosen else ()))
+        return frozenset(found)
 
     @property
     def has_kinks(self) -> bool:
@@ -354,8 +358,11 @@ def _nll(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     """Per-row losses; mean and sum over rows are taken behind the region."""
     log_probs, target, weight, _, ignore_index = node.args
     made = build.emit(cast(fx.Node, log_probs), steps)
-    labels = build.labels(log_probs).replace("v", "")
-    y = build.row_input(RowInput(cast(fx.Node, target), steps, labels, sizes(target)))
+    labels = build.labels(log_probs)
+    if labels.count("r") < len(labels) - 1:  # the other dims have size one
+        vocab = build.call(aten.sym_size.int, made, build.inner_dim(log_probs, labels.index("v")))
+        made = build.call(aten.reshape.default, made, [-1, vocab])
+    y = build.row_input(RowInput(cast(fx.Node, target), steps, "r" * len(sizes(target)), sizes(target)))
     w = None if weight is None else build.whole_input(WholeInput(cast(fx.Node, weight)))
     per_row = build.call(aten.nll_loss_forward.default, made, y, w, 0, ignore_index)
     return build.call(operator.getitem, per_row, 0)

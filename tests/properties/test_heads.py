@@ -68,7 +68,7 @@ def test_a_near_miss_is_right(program: Program, drawn: dict[str, Any], name: str
     torch._dynamo.reset()
     miss = MISSES[name]
     wanted = (miss.learned,) * 3
-    drawn = drawn | {"b": max(2, drawn["b"]), "wanted": wanted}
+    drawn = drawn | {"b": max(2, drawn["b"]), "t": max(4, drawn["t"]), "wanted": wanted}  # one row mixes with none
     args = tensors_of(drawn, program.ignore)
     capture = Capture(**options(data.draw, drawn))
     fn = near_miss(program, miss)
