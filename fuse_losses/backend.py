@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
 import fuse_losses.ops  # noqa: F401  registers the operators
 from fuse_losses import pipeline
@@ -31,6 +32,8 @@ def backend(
     fused, report = pipeline.fuse(gm, own)
     try:
         compiled = compile_with_inductor(fused, example_inputs, mode, inductor_options, fused=fused is not gm)
+    except (RestartAnalysis, SkipFrame):  # Dynamo's own signals, no failures
+        raise
     except Exception as error:
         if fused is gm or own.strict:
             raise

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fuse_losses
 from fuse_losses.backend import backend
 from tests.oracle import assert_as_eager
 
@@ -157,3 +158,23 @@ def test_changed_weights_are_read_anew() -> None:
     second = compiled(tokens, tokens)
     assert first != second
     torch.testing.assert_close(second, model(tokens, tokens))
+
+
+def test_a_restart_that_dynamo_asks_for_is_no_failure() -> None:
+    """With dynamic shapes AOTAutograd makes tensors of Python floats, and starts the capture anew for it."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body = torch.nn.Embedding(40, 16), torch.nn.Linear(16, 16)
+            self.head, self.loss = torch.nn.Linear(16, 40, bias=False), torch.nn.CrossEntropyLoss()
+
+        def forward(self, ids, labels):
+            z = self.head(torch.tanh(self.body(self.embed(ids))))
+            return self.loss(z.view(-1, 40), labels.view(-1))
+
+    ids = torch.randint(0, 40, (2, 12))
+    compiled = torch.compile(Model(), backend="fuse_losses", dynamic=True, options={"fuse_losses.min_vocab": 1})
+    compiled(ids, ids).backward()
+    assert "failed" not in {h.decline.code for h in fuse_losses.last_report().heads if h.decline is not None}
+    assert torch._dynamo.utils.counters["fuse_losses"]["fused"] >= 1
