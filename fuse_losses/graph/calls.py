@@ -62,7 +62,6 @@ RANDOM = {
 }
 CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
-SET_GRAD = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 

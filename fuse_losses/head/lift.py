@@ -59,8 +59,8 @@ def _combine(state: Lift, node: fx.Node) -> Lifted | None:
         return Unlifted("the number of valid targets is read from nll_loss", node)
     if node.target is not aten.sub.Tensor or node.kwargs:
         return None
-    selected, _ = functional_behind(state, node.args[0])
-    lse, _ = functional_behind(state, node.args[1])
+    selected = functional_behind(state, node.args[0])
+    lse = functional_behind(state, node.args[1])
     if not isinstance(selected, Selected) or not isinstance(lse, LogSumExp) or selected.logits != lse.logits:
         return None
     if not same(sizes(node.args[0]), sizes(node.args[1])):

@@ -65,19 +65,19 @@ _RESHAPES = (
 )
 
 
-def functional_behind(state: Lift, node: object) -> tuple[Functional | None, fx.Node | None]:
-    """The functional that `node` is a mere reshape of, and the node that holds it."""
+def functional_behind(state: Lift, node: object) -> Functional | None:
+    """The functional that `node` is a mere reshape of."""
     while isinstance(node, fx.Node):
         value = state.values.get(node)
         if value is not None and not isinstance(value, (Wide, Unlifted)):
-            return value, node
+            return value
         if node.target not in _RESHAPES:
-            return None, None
+            return None
         node = node.args[0]
-    return None, None
+    return None
 
 
 def is_own_lse(state: Lift, wide: Wide, node: object) -> bool:
     """True if `node` is the logsumexp of these very logits, shaped to be subtracted from them."""
-    lse, _ = functional_behind(state, node)
+    lse = functional_behind(state, node)
     return isinstance(lse, LogSumExp) and lse.logits == wide.logits and same(sizes(node)[wide.vocab_dim], 1)

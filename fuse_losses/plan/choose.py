@@ -18,7 +18,6 @@ class Context:
 
     device: str
     checkpointed: bool = False
-    cross_entropy: bool = True  # found behind a cross entropy, not behind some softmax
 
 
 @dataclass(frozen=True)
