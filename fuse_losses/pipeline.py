@@ -21,7 +21,7 @@ from fuse_losses.graph.region import (
 )
 from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed, analyse
 from fuse_losses.graph.tail import retrace
-from fuse_losses.head.algebra import Functional, Head
+from fuse_losses.head.algebra import Divergence, Functional, Head
 from fuse_losses.head.lift import lift
 from fuse_losses.head.sizes import hint
 from fuse_losses.ops.chunked_rows import register_region
@@ -30,7 +30,7 @@ from fuse_losses.plan.choose import Context, Plan, choose
 from fuse_losses.report.decline import Decline, Declined, FusionError
 from fuse_losses.report.report import HeadReport, Report, log
 from fuse_losses.rewrite.generic import GenericWriter, loops
-from fuse_losses.rewrite.indexed import IndexedWriter
+from fuse_losses.rewrite.paired import KernelWriter
 from fuse_losses.rewrite.slices import ExitSlice, Slicer
 from fuse_losses.rewrite.surgery import erase_unused, replace_exits
 from fuse_losses.rewrite.writer import Written
@@ -163,7 +163,7 @@ def _is_head(gm: fx.GraphModule, anchor: Anchor, options: Options, report: Repor
             check_product(anchor.product)
     except Declined as declined:
         decline = declined.decline
-    if decline is not None:
+    if decline is not None and not anchor.quiet:
         report.heads.append(_declined(decline, [anchor.product], where))
     return decline is None
 
@@ -175,7 +175,8 @@ def _decline_all(products: Sequence[Product], anchors: dict[fx.Node, Anchor], er
         log.error("reading the heads failed", exc_info=error)
         decline = Decline("failed", f"{type(error).__name__}: {error}")
     for product in products:
-        report.heads.append(_declined(decline, [product], calls.user_line(anchors[product.node].loss)))
+        if not anchors[product.node].quiet:
+            report.heads.append(_declined(decline, [product], calls.user_line(anchors[product.node].loss)))
 
 
 def _lift(
@@ -208,7 +209,8 @@ def _lift(
         log.exception("reading the head at %s failed", where)
         decline = Decline("failed", f"{type(error).__name__}: {error}")
     if decline is not None:
-        report.heads.append(_declined(decline, region.products, where))
+        if not anchor.quiet:
+            report.heads.append(_declined(decline, region.products, where))
         return []
     return parts
 
@@ -226,12 +228,16 @@ def _weighted(slicer: Slicer, graph: fx.Graph, region: Region, part: ExitSlice) 
 
 def _slices(slicer: Slicer, graph: fx.Graph, region: Region, exits: Sequence[fx.Node], sums: bool) -> list[ExitSlice]:
     """The exits over what kernels make, else over what the chunked region makes; `sums`: look for weighted sums."""
-    lifted = [slicer.lifted(region, e) for e in exits]
-    slices = [s for s in lifted if s is not None]
-    if len(slices) < len(exits):
+    joined = slicer.joined(region, exits)
+    gone = {n for s in joined for n in s.dead}
+    lifted = [slicer.lifted(region, e) for e in exits if e not in gone]
+    slices = [*joined, *(s for s in lifted if s is not None)]
+    if len(slices) < len(joined) + len(lifted):
         slices = [slicer.by_rows(region, e) for e in exits]
-    elif len(slices) == 1 and sums:
-        slices = [_weighted(slicer, graph, region, slices[0]) or slices[0]]
+    elif sums:
+        # log-probs that several exits read are better made once
+        alone = [len(slices) == 1 or any(isinstance(f, Divergence) for f in s.functionals.values()) for s in slices]
+        slices = [(_weighted(slicer, graph, region, s) if w else None) or s for s, w in zip(slices, alone, strict=True)]
     for part in slices:
         if any(p.given for p in region.products) and part.selects_rows:
             reason = "rows are selected from logits that are given to this graph"
@@ -286,10 +292,14 @@ def _rewrite(
 ) -> None:
     written = Written()
     if part.plan.executor == "kernels":
-        replace_exits(graph, part.slices, lambda s: IndexedWriter(graph, region, s, part.plan, written), replaced)
+        replace_exits(
+            graph, part.slices, lambda s: KernelWriter(graph, region, s, part.plan, written, analysis), replaced
+        )
         return
-    shared = {"analysis": analysis, "loops": loops(part.slices, graph), "register": register_region}
-    replace_exits(graph, part.slices, lambda s: GenericWriter(graph, region, s, part.plan, written, **shared), replaced)
+    shared = {"loops": loops(part.slices, graph), "register": register_region}
+    replace_exits(
+        graph, part.slices, lambda s: GenericWriter(graph, region, s, part.plan, written, analysis, **shared), replaced
+    )
 
 
 def _head(region: Region, slices: Sequence[ExitSlice]) -> Head:
@@ -304,7 +314,7 @@ def _head(region: Region, slices: Sequence[ExitSlice]) -> Head:
         hinted = hint(size)
         if dim != product.vocab_dim:
             rows = None if rows is None or hinted is None else rows * hinted
-    hidden = tuple(hint(value(p.x).shape[p.hidden_dim]) or 0 for p in region.products)
+    hidden = tuple(hint(value(p.x).shape[p.hidden_dim]) or 0 for p in region.products if not p.given)
     dtype = str(value(product.node).dtype).removeprefix("torch.")
     given = all(p.given for p in region.products)
     kinks = any(b.has_kinks for part in slices for b in part.cuts.values())
@@ -320,7 +330,7 @@ def _fused(part: Part, where: str) -> HeadReport:
     head, plan = part.head, part.plan
     details = {
         "rows": head.rows if head.rows is not None else "dynamic",
-        "hidden": head.hidden[0] if len(head.hidden) == 1 else list(head.hidden),
+        "hidden": head.hidden[0] if len(head.hidden) == 1 else list(head.hidden) or "none: the logits are given",
         "vocab": head.vocab,
         "dtype": head.dtype,
         "executor": plan.executor,

@@ -39,6 +39,18 @@ LOG_NORMALISERS = {
     "logsumexp",
 }
 NORMALISERS = LOG_NORMALISERS | {F.softmax, torch.softmax, "softmax"}
+# Losses between distributions that may be given as they are; what is only a distance may be no loss of classes at all.
+DIVERGENCES = {F.kl_div, torch.kl_div}
+DISTANCES = {torch.abs, "abs", F.l1_loss, torch.norm, torch.functional.norm, "norm", torch.linalg.vector_norm}
+LOSSES_OF_LOGITS = HARD_LOSSES | LOG_NORMALISERS | DIVERGENCES | DISTANCES  # all but a softmax, which anything may take
+# What stands between distributions that are given and their divergence.
+ELEMENTWISE = {
+    *(getattr(torch, n) for n in ("exp", "log", "add", "sub", "mul", "div", "lerp", "where", "clamp", "clip", "neg")),
+    *(getattr(torch, n) for n in ("logaddexp", "stack", "logsumexp", "reshape", "flatten", "squeeze", "unsqueeze")),
+    *("exp", "log", "add", "sub", "mul", "div", "lerp", "where", "clamp", "neg", "float", "double", "to", "type_as"),
+    *("view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze", "detach", "clone", "masked_fill"),
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.getitem),
+}
 # Walking back from a loss never crosses these: what is behind them is the body of the model.
 BODY = {F.embedding, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention, F.group_norm}
 

@@ -148,25 +148,40 @@ def _einsum(node: fx.Node) -> Product | None:
 
 @dataclass(frozen=True)
 class Anchor:
-    """A product and the loss behind which it was found; `hard` if that loss is a cross entropy by name."""
+    """A product and the loss behind which it was found.
+
+    hard: that loss is a cross entropy by name; quiet: it may be no loss of classes at all, and nobody wants to hear
+    why it is left alone.
+    """
 
     product: Product
     loss: fx.Node
     hard: bool
+    quiet: bool = False
 
 
 def find_anchors(graph: fx.Graph) -> list[Anchor]:
     """Every product that a loss leads back to, in the order of the graph, each once."""
     found: dict[fx.Node, Anchor] = {}
+    teachers: list[Anchor] = []
     for loss in graph.nodes:
-        hard = calls.is_call(loss, calls.HARD_LOSSES)
-        if not hard and not calls.is_call(loss, calls.NORMALISERS):
+        hard, quiet = calls.is_call(loss, calls.HARD_LOSSES), False
+        if calls.is_call(loss, calls.DIVERGENCES | calls.DISTANCES):
+            products = _distributions_given_to(loss)
+            quiet = not calls.is_call(loss, calls.DIVERGENCES)
+        elif hard or calls.is_call(loss, calls.NORMALISERS):
+            products = _of_its_classes(loss, list(_walk_back(loss))) or list(_given_to(loss))
+        else:
             continue
-        products = _of_its_classes(loss, list(_walk_back(loss))) or list(_given_to(loss))
         for product in products:
+            if product.given and not calls.is_call(loss, calls.LOSSES_OF_LOGITS):
+                teachers.append(Anchor(product, loss, hard))
+                continue
             known = found.get(product.node)
-            if known is None or (hard and not known.hard):
-                found[product.node] = Anchor(product, loss, hard)
+            if known is None or (hard and not known.hard) or (known.quiet and not quiet):
+                found[product.node] = Anchor(product, loss, hard, quiet)
+    if found:  # a softmax of an input is a teacher's where there is a student, else anything
+        found |= {a.product.node: a for a in teachers if a.product.node not in found}
     order = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(found.values(), key=lambda a: order[a.product.node])
 
@@ -187,8 +202,6 @@ def _of_its_classes(loss: fx.Node, products: list[Product]) -> list[Product]:
 
 def _given_to(loss: fx.Node) -> Iterator[Product]:
     """Logits that are an input of the graph, where the loss is compiled on its own."""
-    if not calls.is_call(loss, calls.HARD_LOSSES | calls.LOG_NORMALISERS):
-        return
     node, steps = loss, 0
     while node.op in ("call_function", "call_method") and steps < MAX_WALK:
         if as_product(node) is not None or calls.is_call(node, calls.BODY | calls.OTHER_PRODUCTS | calls.MATMUL):
@@ -203,6 +216,27 @@ def _given_to(loss: fx.Node) -> Iterator[Product]:
         read = value(loss.all_input_nodes[0]).shape
         if any(same(size, value(node).shape[last]) for size in read):  # else it is no [*, V] at all
             yield Product(node, node, None, vocab_dim=last, hidden_dim=last)
+
+
+def _distributions_given_to(loss: fx.Node) -> list[Product]:
+    """Inputs of the graph that a divergence compares as they are, two at least, with elementwise steps in between."""
+    found: list[fx.Node] = []
+    stack, seen = list(loss.all_input_nodes), set(loss.all_input_nodes)
+    while stack and len(seen) < MAX_WALK:
+        node = stack.pop()
+        if node.op == "placeholder":
+            if is_tensor(node) and value(node).is_floating_point() and value(node).dim() > 1:
+                found.append(node)
+            continue
+        if is_tensor(node) and not calls.is_call(node, calls.ELEMENTWISE | calls.NORMALISERS):
+            return []
+        for parent in node.all_input_nodes:
+            if parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+    whole = [n for n in found if same(tuple(value(n).shape), tuple(value(found[0]).shape))]
+    last = value(found[0]).dim() - 1 if found else 0
+    return [Product(n, n, None, vocab_dim=last, hidden_dim=last) for n in whole] if len(whole) > 1 else []
 
 
 def _walk_back(loss: fx.Node) -> Iterator[Product]:

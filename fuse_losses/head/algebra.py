@@ -59,13 +59,14 @@ class RowStep:
 
 @dataclass(frozen=True)
 class Logits:
-    """One [*rows, V] tensor of logits: a product, its bias, its map, and which rows of it."""
+    """One [*rows, V] tensor of logits: a product, its bias, its map, and which rows and classes (from, to) of it."""
 
     map: LogitMap = LogitMap()
     bias: Ref | None = None
     rows: tuple[RowStep, ...] = ()
     detached: bool = False  # no gradient flows from here to the projection
     product: Ref | None = None
+    classes: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class NllLoss:
 
 @dataclass(frozen=True)
 class Link:
-    """A linear step between log-probs and the scalar: `times` or `over` a factor, `kept` or `dropped` by a mask,
+    """A linear step between values per row and the scalar: `times` or `over` a factor, `kept` or `dropped` by a mask,
     `sum` or `mean` over some dims, or a `shape` alone; with the sizes before and after it.
     """
 
@@ -124,30 +125,66 @@ class Link:
 
 
 @dataclass(frozen=True)
-class WeightedLoss:
-    """sum_i w_i * log_prob_i over all rows: a scalar. The links, from the log-probs on, say what the weights are."""
+class Side:
+    """One distribution of a pair: the softmax of its logits, or values of this `form` as they are given.
 
-    log_prob: LogProb
+    form: "logits", "log_probs" or "probs"; logits: where they come from, and which rows; tensor: given values that are
+    made from no product at all (`logits` is empty then).
+    """
+
+    form: str
+    logits: Logits
+    tensor: Ref | None = None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """factor * sum_v phi(log p_v, log q_v; parameter) per row, times its weights; phi is the page `name` of losses/.
+
+    masked: classes at -inf on either side contribute nothing; weights: values per row, each with what it does to the
+    row: `times` or `over` it, or as a mask that keeps it (`kept`) or drops it (`dropped`).
+    """
+
+    name: str
+    parameter: float
+    masked: bool
+    p: Side
+    q: Side
+    factor: float = 1.0
+    weights: tuple[tuple[str, Ref], ...] = ()
+    summed: bool = False  # over all rows
+
+    @property
+    def logits(self) -> Logits:
+        return self.p.logits
+
+    @property
+    def target(self) -> Ref:
+        return self.q
+
+
+@dataclass(frozen=True)
+class WeightedLoss:
+    """sum_i w_i * value_i over all rows: a scalar. The links, from the values on, say what the weights are."""
+
+    per_row: LogProb | Divergence
     links: tuple[Link, ...]
 
     @property
     def logits(self) -> Logits:
-        return self.log_prob.logits
+        return self.per_row.logits
 
     @property
     def target(self) -> Ref:
-        return self.log_prob.target
+        """The classes that are picked, or the other distribution."""
+        return self.per_row.target
 
     @property
     def ignore_index(self) -> int | None:
-        return self.log_prob.ignore_index
-
-    @property
-    def wraps(self) -> bool:
-        return self.log_prob.wraps
+        return getattr(self.per_row, "ignore_index", None)
 
 
-Functional = LogProb | LogSumExp | Selected | NllLoss | WeightedLoss
+Functional = LogProb | LogSumExp | Selected | NllLoss | WeightedLoss | Divergence
 PER_ROW = (LogProb, LogSumExp, Selected)
 
 
@@ -155,8 +192,8 @@ PER_ROW = (LogProb, LogSumExp, Selected)
 class Head:
     """What was lifted from one region: the functionals that share its products, or just how much happens in a row.
 
-    vocab: the largest of the products; hidden: theirs; rows: None if symbolic without a hint; dtype: of the logits;
-    returned: the raw logits leave too; operations: values over the vocabulary that are computed for a row where the
+    vocab: the largest of the products; hidden: of those that are not given; rows: None if symbolic without a hint;
+    dtype: of the logits; returned: the raw logits leave too; operations: values over the vocabulary that are computed for a row where the
     region has no form in the algebra, else 0; given: the logits are an input of the graph; kinks: some operation of
     the region has a gradient that jumps, as |p - q| has at a tie.
     """
@@ -176,15 +213,28 @@ class Head:
         products = "logits" if self.given else "linear" if len(self.hidden) == 1 else f"{len(self.hidden)} linear"
         if self.operations:
             return f"{products} + row-wise loss of {self.operations} operations over the vocabulary"
-        names: dict[type, str] = {LogProb: "log-prob", LogSumExp: "logsumexp", Selected: "selected logit"}
-        names[WeightedLoss] = "weighted sum of log-probs"
-        parts: list[str] = []
-        for f in self.functionals:
-            name = f"cross entropy ({'mean' if f.mean else 'sum'})" if isinstance(f, NllLoss) else names[type(f)]
-            if name not in parts:
-                parts.append(name)
-        extras = [s for s in {str(f.logits.map) for f in self.functionals} if s]
-        if any(f.logits.bias is not None for f in self.functionals):
-            extras.append("bias")
+        parts = list(dict.fromkeys(_name(f) for f in self.functionals))
+        logits = [x for f in self.functionals for x in all_logits(f)]
+        extras = {str(x.map) for x in logits} - {""} | ({"bias"} if any(x.bias is not None for x in logits) else set())
         tail = f" ({', '.join(sorted(extras))})" if extras else ""
         return f"{products} + {' + '.join(parts)}{tail}"
+
+
+def all_logits(functional: Functional) -> tuple[Logits, ...]:
+    """The logits that a functional reads: one distribution's, or two."""
+    if isinstance(functional, WeightedLoss):
+        return all_logits(functional.per_row)
+    return (functional.p.logits, functional.q.logits) if isinstance(functional, Divergence) else (functional.logits,)
+
+
+NAMES: dict[type, str] = {LogProb: "log-prob", LogSumExp: "logsumexp", Selected: "selected logit"}
+
+
+def _name(functional: Functional) -> str:
+    if isinstance(functional, NllLoss):
+        return f"cross entropy ({'mean' if functional.mean else 'sum'})"
+    if isinstance(functional, WeightedLoss):
+        return f"weighted sum of {_name(functional.per_row).split(' (')[0].replace('log-prob', 'log-probs')}"
+    if isinstance(functional, Divergence):
+        return f"{functional.name.replace('_', ' ')}{' (sum)' if functional.summed else ''}"
+    return NAMES[type(functional)]

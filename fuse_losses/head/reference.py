@@ -31,7 +31,7 @@ VIEWS: dict[str, Callable[..., Tensor]] = {
 def evaluate(functional: Functional, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The functional over x [*rows, H], weight [V, H] and bias [V]: a value per row, or a scalar for a loss."""
     if isinstance(functional, WeightedLoss):
-        value = evaluate(functional.log_prob, x, weight, bias)
+        value = evaluate(functional.per_row, x, weight, bias)
         for link in functional.links:
             value = linked(link, value)
         return value
@@ -67,9 +67,12 @@ def linked(link: Link, value: Tensor) -> Tensor:
 def logits(head: Logits, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[*rows, V] of what the head says, the vocabulary last."""
     z = x.double() @ weight.double().t()
-    for extra in (bias, head.bias):
-        if extra is not None:
-            z = z + extra.double().reshape(-1)
+    if bias is not None:
+        z = z + bias.double()
+    if head.classes is not None:
+        z = z[..., slice(*head.classes)]
+    if head.bias is not None:
+        z = z + head.bias.double().reshape(-1)
     z = mapped(head.map, z)
     for step in head.rows:
         z = stepped(step, z)

@@ -183,8 +183,19 @@ def _slice(state: Lift, node: fx.Node) -> Lifted:
     if same(sizes(node), sizes(node.args[0])) and step == 1:
         return wide
     if dim == p:
-        return Unlifted("a part of the vocabulary is cut out", node)
+        cut = _classes(wide, sizes(node.args[0])[p], start, end) if step == 1 else None
+        return cut or Unlifted("a part of the vocabulary is cut out", node)
     return _stepped(wide, "slice", (dim - (dim > p), start, end, step), p, sizes(node))
+
+
+def _classes(wide: Wide, size: Any, start: Any, end: Any) -> Wide | None:
+    """The logits of some classes side by side, if the bounds are known: rows of the weight."""
+    known = all(isinstance(n, int) for n in (size, start or 0, end or 0))
+    if wide.form != "logits" or wide.logits.bias is not None or not known:
+        return None
+    first, last, _ = slice(start, end).indices(size)
+    before = wide.logits.classes[0] if wide.logits.classes else 0
+    return replace(wide, logits=replace(wide.logits, classes=(before + first, before + last))) if last > first else None
 
 
 @rule(aten.select.int)

@@ -1,6 +1,6 @@
-"""Row weights: from per-row log-probs to the scalar they are summed into, if every step on the way is linear.
+"""Row weights: from values per row to the scalar they are summed into, if every step on the way is linear.
 
-The scalar is then sum_i w_i * log_prob_i with w known before the loss, and gradients can be made in the forward.
+The scalar is then sum_i w_i * value_i with w known before the loss, and gradients can be made in the forward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fuse_losses.head.algebra import Link, LogProb, WeightedLoss
+from fuse_losses.head.algebra import Divergence, Link, LogProb, WeightedLoss
 from fuse_losses.head.sizes import same, sizes
 
 aten = torch.ops.aten
@@ -32,9 +32,9 @@ SUMS = (aten.sum.default, aten.mean.default, aten.sum.dim_IntList, aten.mean.dim
 
 
 def weighted_loss(
-    log_prob: LogProb, node: fx.Node, dependent: Collection[fx.Node], cuts: Collection[fx.Node]
+    per_row: LogProb | Divergence, node: fx.Node, dependent: Collection[fx.Node], cuts: Collection[fx.Node]
 ) -> tuple[fx.Node, WeightedLoss] | None:
-    """The node of the scalar that `node` (the log-probs) is summed into, and its form; None if there is none.
+    """The node of the scalar that `node` (a value per row) is summed into, and its form; None if there is none.
 
     dependent: nodes made from the logits; cuts: nodes that get no gradient.
     """
@@ -49,7 +49,7 @@ def weighted_loss(
             return None
         links.append(link)
         if link.kind in ("sum", "mean") and not sizes(reader):
-            return reader, WeightedLoss(log_prob, tuple(links))
+            return reader, WeightedLoss(per_row, tuple(links))
         node = reader
 
 

@@ -82,6 +82,7 @@ class ChunkGraph:
         self.graph = fx.Graph()
         self.rows: list[RowInput] = []
         self.whole: list[WholeInput] = []
+        self.specs: dict[fx.Node, RowInput | WholeInput] = {}  # what each placeholder stands for
         self.outputs: dict[fx.Node, fx.Node] = {}  # ATen node: its canonical value, sums over rows not yet taken
         self.wide = 0  # wide values computed for a chunk: what its memory grows with
         self._inputs: dict[Any, fx.Node] = {}
@@ -178,6 +179,7 @@ class ChunkGraph:
         if key not in self._inputs:
             self._inputs[key] = self.graph.placeholder(f"{'rows' if specs is self.rows else 'whole'}_{len(specs)}")
             specs.append(spec)
+            self.specs[self._inputs[key]] = spec
         return self._inputs[key]
 
     def finish(self) -> fx.GraphModule:
@@ -215,6 +217,10 @@ class ChunkGraph:
         own = sizes(node)
         offset = len(shape) - len(own)
         at_rows = [k for k in range(len(own)) if labels[k + offset] == "r"]
+        wide = any(labels[k + offset] == "v" and not same(size, 1) for k, size in enumerate(own))
+        if wide and node.op == "call_function" and _repeats(node):  # made for a chunk, it is never there whole
+            args, kwargs = map_arg((node.args, node.kwargs), lambda a: self.aligned(a, labels, shape, steps))
+            return self.call(cast("Callable[..., Any]", node.target), *args, **kwargs)
         if any(not same(own[k], 1) for k in at_rows):
             return self.row_input(RowInput(node, steps, labels, shape))
         return self.whole_input(WholeInput(node, "", tuple(at_rows)))
@@ -246,6 +252,13 @@ class ChunkGraph:
         if self.analysis.depends(arg):
             return self.aligned(arg, labels, sizes(arg), steps)
         return self.row_input(RowInput(arg, steps, labels, sizes(arg)))
+
+
+def _repeats(node: fx.Node) -> bool:
+    """True for an elementwise operator that gives the same again."""
+    tags = getattr(node.target, "tags", ())
+    elementwise = torch.Tag.pointwise in tags or node.target is aten._to_copy.default
+    return elementwise and torch.Tag.nondeterministic_seeded not in tags
 
 
 Emitter = Callable[[ChunkGraph, fx.Node, Steps], fx.Node]

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from fuse_losses.graph import calls
-from fuse_losses.graph.products import Product, is_tensor, storage, value
-from fuse_losses.graph.rows import RowAnalysis, Rowed, argument
-from fuse_losses.head.sizes import same, sizes
-from fuse_losses.rewrite.chunk_graph import ChunkGraph, RowInput, WholeInput, nll_behind, row_sum_dims
+from fuse_losses.graph.products import is_tensor, storage
+from fuse_losses.graph.rows import Rowed, argument
+from fuse_losses.head.sizes import sizes
+from fuse_losses.rewrite.chunk_graph import ChunkGraph, nll_behind
 from fuse_losses.rewrite.slices import ExitSlice
 from fuse_losses.rewrite.writer import Writer
 
@@ -74,11 +74,9 @@ def _leaves(part: ExitSlice, build: ChunkGraph) -> list[fx.Node]:
 class GenericWriter(Writer):
     """Writes the values that chunked loops over the region make."""
 
-    def __init__(
-        self, *common: Any, analysis: RowAnalysis, loops: list[Loop], register: Callable[[fx.GraphModule], str]
-    ) -> None:
+    def __init__(self, *common: Any, loops: list[Loop], register: Callable[[fx.GraphModule], str]) -> None:
         super().__init__(*common)
-        self.analysis, self.loops, self.register = analysis, loops, register
+        self.loops, self.register = loops, register
 
     def made_by_operator(self, node: fx.Node) -> fx.Node | None:
         if node not in self.part.cuts:
@@ -93,8 +91,8 @@ class GenericWriter(Writer):
         for other in loop.exits:  # what the others' inputs are made of is here already: the loop was shared for that
             for aten_node, dynamo in other.leaves.items():
                 self.env.setdefault(aten_node, dynamo)
-        rows = [self._row_input(spec) for spec in loop.build.rows]
-        whole = [self._whole_input(spec) for spec in loop.build.whole]
+        rows = [self.row_input(spec) for spec in loop.build.rows]
+        whole = [self.whole_input(spec) for spec in loop.build.whole]
         chunk = loop.build.finish()
         frozen = loop.build.frozen(chunk) if self.part.differentiable else range(len(rows) + len(whole))
         inputs = [self.call(aten.detach.default, n) if i in frozen else n for i, n in enumerate([*rows, *whole])]
@@ -102,33 +100,6 @@ class GenericWriter(Writer):
         key = self.register(chunk)
         how = (self.plan.chunk_rows, self.plan.accumulate, self.plan.compiled)
         return self.call(torch.ops.fuse_losses.chunked_rows.default, key, rows, whole, *how)
-
-    def _row_input(self, spec: RowInput) -> fx.Node:
-        if isinstance(spec.source, Product):
-            return self.rows_of(spec.source, spec.steps)
-        x, own = self.ref(spec.source), sizes(spec.source)
-        offset = len(spec.shape) - len(own)
-        for _ in range(offset):
-            x = self.call(aten.unsqueeze.default, x, 0)
-        own = (*[1] * offset, *own)
-        full = [self.size(s) if label == "r" else -1 for s, label in zip(spec.shape, spec.labels, strict=True)]
-        if any(label == "r" and not same(o, s) for o, s, label in zip(own, spec.shape, spec.labels, strict=True)):
-            x = self.call(aten.expand.default, x, full)
-        first = [d for d, label in enumerate(spec.labels) if label == "r"]
-        rest = [d for d, label in enumerate(spec.labels) if label != "r"]
-        if first + rest != sorted(first + rest):
-            x = self.call(aten.permute.default, x, first + rest)
-        return self.flat_rows(x, spec.steps, [self.size(own[d]) for d in rest])
-
-    def _whole_input(self, spec: WholeInput) -> fx.Node:
-        if isinstance(spec.source, Product):
-            return cast(fx.Node, self.weight_of(spec.source) if spec.part == "weight" else self.bias_of(spec.source))
-        x = self.ref(spec.source)
-        if spec.part == "number":  # a 0-d tensor takes part in no promotion, like the number
-            kind = torch.int64 if isinstance(spec.source.meta["val"], torch.SymInt) else torch.float64
-            device = value(self.region.products[0].node).device
-            return self.call(aten.scalar_tensor.default, x, dtype=kind, device=device)
-        return self.call(aten.squeeze.dims, x, list(spec.squeezed)) if spec.squeezed else x
 
     # ------------------------------------------------------------------------- from [N, inner...] to the value's shape
 
@@ -138,33 +109,8 @@ class GenericWriter(Writer):
             return self._nll(node, loss, flat)
         known = self.analysis.values[node]
         if not isinstance(known, Rowed):
-            return self._sum(node, flat)
-        return self._unflattened(flat, known.labels, sizes(node))
-
-    def _unflattened(self, flat: fx.Node, labels: str, shape: tuple[Any, ...]) -> fx.Node:
-        first = [d for d, label in enumerate(labels) if label == "r"]
-        rest = [d for d, label in enumerate(labels) if label != "r"]
-        out = self.call(aten.reshape.default, flat, self.shape([shape[d] for d in first + rest]))
-        order = first + rest
-        return (
-            out
-            if order == sorted(order)
-            else self.call(aten.permute.default, out, [order.index(d) for d in sorted(order)])
-        )
-
-    def _sum(self, node: fx.Node, flat: fx.Node) -> fx.Node:
-        """Sums over rows of the sums inside them; a mean divides by all that it summed."""
-        source = cast(fx.Node, node.args[0])
-        labels, shape = cast(Rowed, self.analysis.values[source]).labels, sizes(source)
-        inner, rows = row_sum_dims(self.analysis, node)
-        left = [d for d in range(len(labels)) if d not in inner]
-        out = self._unflattened(flat, "".join(labels[d] for d in left), tuple(shape[d] for d in left))
-        out = self.call(aten.sum.dim_IntList, out, [left.index(d) for d in rows])
-        if node.target in (aten.mean.default, aten.mean.dim):
-            count = self.numel([shape[d] for d in (*inner, *rows)])
-            out = self.call(aten.div.Tensor, out, count)
-        out = self.call(aten.reshape.default, out, self.shape(sizes(node)))
-        return self.call(aten.to.dtype, out, node.meta["val"].dtype)
+            return self.sum_of_rows(node, flat)
+        return self.unflattened(flat, known.labels, sizes(node))
 
     def _nll(self, node: fx.Node, loss: fx.Node, flat: fx.Node) -> fx.Node:
         target, weight = self.ref(cast(fx.Node, loss.args[1])), loss.args[2]

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fuse_losses.graph.products import Product, value
-from fuse_losses.head.algebra import Functional, Link, Logits, LogSumExp, NllLoss, Selected, WeightedLoss
+from fuse_losses.head.algebra import Functional, Link, Logits, LogProb, LogSumExp, NllLoss, Selected, WeightedLoss
 from fuse_losses.head.sizes import sizes
 from fuse_losses.rewrite.writer import SYM_SIZE, Writer
 
@@ -59,25 +59,35 @@ class IndexedWriter(Writer):
         return self.call(aten.div.Tensor, total, self.call(aten.sum.default, valid))
 
     def _weighted(self, node: fx.Node, loss: WeightedLoss) -> fx.Node:
-        """sum_i w_i log_prob_i: the weights are the gradient of the scalar, found by going back over the links."""
-        weight: Any = 1.0
-        masks: list[tuple[fx.Node, Link]] = []
-        for link in reversed(loss.links):
-            weight = self._pulled_back(weight, link, masks)
-        shape = loss.links[0].before
-        if isinstance(weight, fx.Node):
-            weight = self.call(aten.expand.default, weight, [self.size(s) for s in shape])
-            row_weight, factor = self.call(aten.reshape.default, weight, [-1]), -loss.log_prob.factor
-        else:
-            row_weight, factor = None, -loss.log_prob.factor * weight
+        """sum_i w_i log_prob_i."""
+        per_row = cast(LogProb, loss.per_row)
+        row_weight, factor, masks = self._weights(loss)
+        factor *= -per_row.factor
         total = self._write_fused(
-            loss.logits, loss.target, loss.ignore_index, loss.wraps, summed=True, row_weight=row_weight, masks=masks
+            loss.logits,
+            per_row.target,
+            per_row.ignore_index,
+            per_row.wraps,
+            summed=True,
+            row_weight=row_weight,
+            masks=masks,
         )["nll_sum"]
         if factor != 1.0:
             total = self.call(aten.mul.Tensor, total, factor)
         product = cast(Product, loss.logits.product)
         statistics = torch.float64 if value(product.node).dtype == torch.float64 else torch.float32
         return self.as_dtype(total, node.meta["val"].dtype, statistics)
+
+    def _weights(self, loss: WeightedLoss) -> tuple[fx.Node | None, float, list[tuple[fx.Node, Link]]]:
+        """The gradient of the scalar for each row, found by going back over the links: [N] or a number, and masks."""
+        weight: Any = 1.0
+        masks: list[tuple[fx.Node, Link]] = []
+        for link in reversed(loss.links):
+            weight = self._pulled_back(weight, link, masks)
+        if not isinstance(weight, fx.Node):
+            return None, weight, masks
+        weight = self.call(aten.expand.default, weight, [self.size(s) for s in loss.links[0].before])
+        return self.call(aten.reshape.default, weight, [-1]), 1.0, masks
 
     def _pulled_back(self, weight: Any, link: Link, masks: list[tuple[fx.Node, Link]]) -> Any:
         """The cotangent before a link from that behind it; a number, or a tensor that broadcasts."""
@@ -118,16 +128,19 @@ class IndexedWriter(Writer):
         shape = number.meta.get("example_value")
         return number if isinstance(shape, torch.Tensor) else self.call(aten.scalar_tensor.default, number)
 
+    def _kept(self, mask: fx.Node, link: Link) -> fx.Node:
+        """[N] of a mask, true where the row is kept."""
+        rows = self.call(aten.expand.default, mask, [self.size(s) for s in link.before])
+        keep = self.call(aten.reshape.default, rows, [-1])
+        return self.call(aten.logical_not.default, keep) if link.kind == "dropped" else keep
+
     def _without(
-        self, y: fx.Node, masks: Sequence[tuple[fx.Node, Link]], ignore_index: int, product: Product
+        self, y: fx.Node, masks: Sequence[tuple[fx.Node, Link]], ignore_index: int, logits: Logits
     ) -> fx.Node:
         """Targets with those of dropped rows ignored; a target out of range stays, and raises."""
         for mask, link in masks:
-            rows = self.call(aten.expand.default, mask, [self.size(s) for s in link.before])
-            keep = self.call(aten.reshape.default, rows, [-1])
-            if link.kind == "dropped":
-                keep = self.call(aten.logical_not.default, keep)
-            beyond = self.call(aten.ge.Scalar, y, self.size(product.vocab))
+            keep = self._kept(mask, link)
+            beyond = self.call(aten.ge.Scalar, y, self._vocab(logits))
             wrong = self.call(aten.logical_or.default, self.call(aten.lt.Scalar, y, 0), beyond)
             y = self.call(aten.where.ScalarOther, self.call(aten.logical_or.default, keep, wrong), y, ignore_index)
         return y
@@ -182,11 +195,12 @@ class IndexedWriter(Writer):
         else:
             y = self.call(aten.reshape.default, self.ref(target), [-1])
             if wraps:
-                from_end = self.call(aten.add.Tensor, y, self.size(product.vocab))
+                from_end = self.call(aten.add.Tensor, y, self._vocab(logits))
                 y = self.call(aten.where.self, self.call(aten.lt.Scalar, y, 0), from_end, y)
-            y = self._without(y, masks, ignore_index, product)
+            y = self._without(y, masks, ignore_index, logits)
         shape_of_map = (logits.map.squash, logits.map.inner, logits.map.outer, ignore_index)
         if product.given:
+            x = self._chosen(logits, x, 1)
             x = self.call(aten.detach.default, x) if logits.detached else x
             both = self.call(torch.ops.fuse_losses.log_prob.default, x, y, *shape_of_map, self.plan.chunk_rows)
         else:
@@ -205,8 +219,17 @@ class IndexedWriter(Writer):
         log_prob, lse = self.call(operator.getitem, both, 0), self.call(operator.getitem, both, 1)
         return {"log_prob": log_prob, "lse": lse, "target": y}
 
+    def _vocab(self, logits: Logits) -> Any:
+        """How many classes the logits have."""
+        return self.size(cast(Product, logits.product).vocab) if logits.classes is None else logits.classes[1] - logits.classes[0]
+
+    def _chosen(self, logits: Logits, node: fx.Node, dim: int) -> fx.Node:
+        """The part of an operand that makes the classes that are kept."""
+        return node if logits.classes is None else self.call(aten.slice.Tensor, node, dim, *logits.classes)
+
     def _weight_and_bias(self, product: Product, logits: Logits) -> tuple[fx.Node, fx.Node | None]:
-        weight, bias = self.weight_of(product), self.bias_of(product)
+        weight, bias = self._chosen(logits, self.weight_of(product), 0), self.bias_of(product)
+        bias = bias if bias is None else self._chosen(logits, bias, 0)
         if logits.bias is not None:
             extra = self.call(aten.reshape.default, self.ref(logits.bias), [-1])
             extra = self.as_dtype(extra, value(product.node).dtype, logits.bias.meta["val"].dtype)
@@ -218,7 +241,7 @@ class IndexedWriter(Writer):
         plain = all(step.kind in ("reshape", "unsqueeze") for step in logits.rows)
         last = product.vocab_dim == value(product.node).dim() - 1
         kept = self.region.returned and len(self.region.products) == 1 and not self.region.written
-        if not (kept and plain and last) or logits.bias is not None:
+        if not (kept and plain and last) or logits.bias is not None or logits.classes is not None:
             return None
         whole = self.call(aten.detach.default, product.node)
         return self.call(aten.reshape.default, whole, [-1, self.size(product.vocab)])

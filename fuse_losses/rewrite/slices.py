@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from fuse_losses.graph import calls
+from fuse_losses.graph.constants import constant
 from fuse_losses.graph.products import Product, value
 from fuse_losses.graph.region import Region
-from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed
+from fuse_losses.graph.rows import SUMS, Loose, Lost, RowAnalysis, Rowed
 from fuse_losses.graph.tail import Tail
-from fuse_losses.head.algebra import PER_ROW, Functional, LogProb, NllLoss, WeightedLoss
-from fuse_losses.head.sizes import SIZES
-from fuse_losses.head.values import Lifted
+from fuse_losses.head.algebra import PER_ROW, Divergence, Functional, LogProb, NllLoss, WeightedLoss, all_logits
+from fuse_losses.head.sizes import SIZES, sizes
+from fuse_losses.head.values import Lifted, Unlifted, Wide
 from fuse_losses.head.weights import weighted_loss
 from fuse_losses.report.decline import Declined
-from fuse_losses.rewrite.chunk_graph import ChunkGraph
+from fuse_losses.rewrite.chunk_graph import ChunkGraph, row_sum_dims
+from fuse_losses.rewrite.pairs import PairGraph, read_divergence
 
 FUNCTIONALS = (*PER_ROW, NllLoss)
 
@@ -52,7 +55,7 @@ class ExitSlice:
     @property
     def selects_rows(self) -> bool:
         """True if some rows of the logits are left out or moved."""
-        steps = [f.logits.rows for f in self.functionals.values()]
+        steps = [logits.rows for f in self.functionals.values() for logits in all_logits(f)]
         steps += [spec.steps for build in self.cuts.values() for spec in build.rows if isinstance(spec.source, Product)]
         return any(step.kind not in ("reshape", "unsqueeze") for taken in steps for step in taken)
 
@@ -66,9 +69,12 @@ class Slicer:
     values: dict[fx.Node, Lifted]
     cuts: set[fx.Node]
 
-    def lifted(self, region: Region, exit: fx.Node) -> ExitSlice | None:
-        """The exit over functionals of the algebra, or None if something in it has no form there."""
-        found = ExitSlice(exit, self.tail.results[exit])
+    def lifted(self, region: Region, exit: fx.Node, dead: Sequence[fx.Node] = ()) -> ExitSlice | None:
+        """The exit over functionals of the algebra, or None if something in it has no form there.
+
+        dead: nodes before the exit that go with it, and whose values are made anew.
+        """
+        found = ExitSlice(exit, self.tail.results[exit], dead=list(dead))
         formless: list[fx.Node] = []
 
         def visit(node: fx.Node) -> Iterable[fx.Node]:
@@ -76,7 +82,11 @@ class Slicer:
             if isinstance(lifted, FUNCTIONALS) and not _biased_input(lifted):
                 found.functionals[node] = cast(Functional, lifted)
                 return _refs(found.functionals[node])
-            if lifted is not None or self._reads_wide(node):
+            divergence = self._divergence(node) if isinstance(lifted, Unlifted) else None
+            if divergence is not None:
+                found.functionals[node] = divergence
+                return _refs(divergence)
+            if self._reads_wide(node) or isinstance(lifted, Wide):
                 formless.append(node)
                 return ()
             return _copied(node)
@@ -84,12 +94,64 @@ class Slicer:
         self._walk(found, region, visit)
         return found if found.functionals and not formless else None
 
+    def _divergence(self, node: fx.Node) -> Divergence | None:
+        """The divergence between two distributions that the node is, per row or summed over all of them."""
+        known, summed = self.analysis.values.get(node), False
+        if isinstance(known, Loose) and node.target in SUMS:
+            source = self.analysis.values.get(cast(fx.Node, node.args[0]))
+            inside, rows = row_sum_dims(self.analysis, node) if isinstance(source, Rowed) else ([], [])
+            summed = bool(rows) and not sizes(node)
+            if not rows:
+                return None
+        elif not isinstance(known, Rowed) or known.wide:
+            return None
+        build = PairGraph(self.analysis, self.tail.sources, self.cuts, self.values)
+        try:
+            build.add_output(node)
+        except Declined:
+            return None
+        found = read_divergence(build, build.outputs[node], lambda n: constant(self.tail, n))
+        return found and replace(found, summed=summed)
+
+    def joined(self, region: Region, exits: Sequence[fx.Node]) -> list[ExitSlice]:
+        """Nodes that make one divergence of several exits (`0.5 * kl_1.sum(-1) + 0.5 * kl_2.sum(-1)`), lifted."""
+        members, wanted = set(region.nodes), set(exits)
+        found: list[ExitSlice] = []
+        for node in self.tail.nodes:
+            if len(wanted) < 2 or node in members or node in wanted or node not in self.tail.results:
+                continue
+            between = self._behind(node, members)
+            inside = wanted & set(between)
+            if len(inside) < 2 or any(u not in between and u is not node for b in between for u in b.users):
+                continue
+            if any(calls.writes_to(b) for b in between) or self._divergence(self.tail.results[node]) is None:
+                continue
+            part = self.lifted(region, node, between)
+            if part is not None:
+                wanted -= inside
+                found.append(part)
+        return found
+
+    def _behind(self, node: fx.Node, members: set[fx.Node]) -> list[fx.Node]:
+        """What the node is computed from behind the region, in order."""
+        stack, seen = [node], set[fx.Node]()
+        while stack:
+            for a in stack.pop().all_input_nodes:
+                if a in self._position and a not in members and a not in seen:
+                    seen.add(a)
+                    stack.append(a)
+        return sorted(seen, key=self._position.__getitem__)
+
+    @functools.cached_property
+    def _position(self) -> dict[fx.Node, int]:
+        return {n: i for i, n in enumerate(self.tail.nodes)}
+
     def weighted(self, region: Region, part: ExitSlice) -> ExitSlice | None:
         """The scalar that the exit's log-probs are summed into with weights known before the loss, if it is so."""
         if len(part.functionals) != 1:
             return None
         ((node, functional),) = part.functionals.items()
-        if not isinstance(functional, LogProb) or any(p.given for p in region.products):
+        if not isinstance(functional, (LogProb, Divergence)) or all(p.given for p in _products(functional)):
             return None
         found = weighted_loss(functional, node, self.analysis.values, self.cuts)
         if found is None:
@@ -133,7 +195,7 @@ class Slicer:
         return found
 
     def _walk(self, found: ExitSlice, region: Region, visit: Callable[[fx.Node], Iterable[fx.Node]]) -> None:
-        held = self._held_before(region, found.exit)
+        held = self._held_before(region, found)
         stack, seen = [found.root], set[fx.Node]()
         while stack:
             node = stack.pop()
@@ -145,13 +207,13 @@ class Slicer:
             else:
                 stack.extend(visit(node))
 
-    def _held_before(self, region: Region, exit: fx.Node) -> dict[fx.Node, fx.Node]:
-        """ATen values that some Dynamo node outside of the region holds before `exit`."""
+    def _held_before(self, region: Region, found: ExitSlice) -> dict[fx.Node, fx.Node]:
+        """ATen values that some Dynamo node outside of the region holds before the exit."""
         made = {p.node for p in self.tail.products}
         held = {aten: dynamo for aten, dynamo in self.tail.inputs.items() if dynamo not in made}
-        inside = set(region.nodes)
+        inside = {*region.nodes, *found.dead}
         for node in self.tail.nodes:
-            if node is exit:
+            if node is found.exit:
                 break
             if node not in inside and node in self.tail.results:
                 held.setdefault(self.tail.results[node], node)
@@ -164,6 +226,10 @@ class Slicer:
         if node.target is operator.getitem and not _is_wide(self.analysis, node):
             return self._reads_wide(cast(fx.Node, node.args[0]))
         return any(_is_wide(self.analysis, a) for a in node.all_input_nodes)
+
+
+def _products(functional: Functional) -> list[Product]:
+    return [logits.product for logits in all_logits(functional) if logits.product is not None]
 
 
 def _biased_input(functional: Functional) -> bool:
@@ -186,10 +252,25 @@ def _copied(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _refs(functional: Functional) -> list[fx.Node]:
+    if isinstance(functional, Divergence):
+        return [n for n in _divergence_refs(functional) if isinstance(n, fx.Node)]
     refs: list[Any] = [functional.logits.bias]
     if isinstance(functional, WeightedLoss):
+        refs.extend(_refs(functional.per_row))
         refs.extend(link.factor for link in functional.links)
     for step in functional.logits.rows:
         refs.extend(step.args)
     refs.append(getattr(functional, "target", None))
     return [r for r in refs if isinstance(r, fx.Node)]
+
+
+def _divergence_refs(divergence: Divergence) -> Iterator[Any]:
+    specs = [s.tensor for s in (divergence.p, divergence.q) if s.tensor is not None]
+    for spec in (*specs, *(w for _, w in divergence.weights)):
+        yield spec.source
+        for step in getattr(spec, "steps", ()):
+            yield from step.args
+    for side in (divergence.p, divergence.q):
+        yield side.logits.bias
+        for step in side.logits.rows:
+            yield from step.args

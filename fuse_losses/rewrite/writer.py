@@ -14,9 +14,11 @@ from torch.fx.node import map_arg
 
 from fuse_losses.graph.products import Product, value
 from fuse_losses.graph.region import Region
+from fuse_losses.graph.rows import RowAnalysis, Rowed
 from fuse_losses.head.algebra import RowStep
 from fuse_losses.head.sizes import same, sizes
 from fuse_losses.plan.choose import Plan
+from fuse_losses.rewrite.chunk_graph import RowInput, WholeInput, row_sum_dims
 from fuse_losses.rewrite.slices import ExitSlice
 
 aten = torch.ops.aten
@@ -34,8 +36,10 @@ class Written:
 class Writer(ABC):
     """Writes one exit's ATen slice into the graph at its insertion point; a subclass writes what an operator makes."""
 
-    def __init__(self, graph: fx.Graph, region: Region, part: ExitSlice, plan: Plan, written: Written) -> None:
-        self.graph, self.region, self.part, self.plan = graph, region, part, plan
+    def __init__(
+        self, graph: fx.Graph, region: Region, part: ExitSlice, plan: Plan, written: Written, analysis: RowAnalysis
+    ) -> None:
+        self.graph, self.region, self.part, self.plan, self.analysis = graph, region, part, plan, analysis
         self.made, self.measured = written.operators, written.measured
         self.env: dict[fx.Node, fx.Node] = dict(part.leaves)
 
@@ -129,3 +133,60 @@ class Writer(ABC):
                 x = self.call(views[step.kind], x, *args)
             self.measured.append((x, step.shape))
         return self.call(aten.reshape.default, x, [-1, *inner])
+
+    # ---------------------------------------------------------------------------------------- inputs and results by rows
+
+    def row_input(self, spec: RowInput) -> fx.Node:
+        """[N, inner...] of a tensor that is cut into chunks."""
+        if isinstance(spec.source, Product):
+            return self.rows_of(spec.source, spec.steps)
+        x, own = self.ref(spec.source), sizes(spec.source)
+        offset = len(spec.shape) - len(own)
+        for _ in range(offset):
+            x = self.call(aten.unsqueeze.default, x, 0)
+        own = (*[1] * offset, *own)
+        full = [self.size(s) if label == "r" else -1 for s, label in zip(spec.shape, spec.labels, strict=True)]
+        if any(label == "r" and not same(o, s) for o, s, label in zip(own, spec.shape, spec.labels, strict=True)):
+            x = self.call(aten.expand.default, x, full)
+        first = [d for d, label in enumerate(spec.labels) if label == "r"]
+        rest = [d for d, label in enumerate(spec.labels) if label != "r"]
+        if first + rest != sorted(first + rest):
+            x = self.call(aten.permute.default, x, first + rest)
+        return self.flat_rows(x, spec.steps, [self.size(own[d]) for d in rest])
+
+    def whole_input(self, spec: WholeInput) -> fx.Node:
+        """A tensor that every chunk reads whole."""
+        if isinstance(spec.source, Product):
+            return cast(fx.Node, self.weight_of(spec.source) if spec.part == "weight" else self.bias_of(spec.source))
+        x = self.ref(spec.source)
+        if spec.part == "number":  # a 0-d tensor takes part in no promotion, like the number
+            kind = torch.int64 if isinstance(spec.source.meta["val"], torch.SymInt) else torch.float64
+            device = value(self.region.products[0].node).device
+            return self.call(aten.scalar_tensor.default, x, dtype=kind, device=device)
+        return self.call(aten.squeeze.dims, x, list(spec.squeezed)) if spec.squeezed else x
+
+    def unflattened(self, flat: fx.Node, labels: str, shape: tuple[Any, ...]) -> fx.Node:
+        """A value [N, inner...] with its dims where its labels have them."""
+        first = [d for d, label in enumerate(labels) if label == "r"]
+        rest = [d for d, label in enumerate(labels) if label != "r"]
+        out = self.call(aten.reshape.default, flat, self.shape([shape[d] for d in first + rest]))
+        order = first + rest
+        return (
+            out
+            if order == sorted(order)
+            else self.call(aten.permute.default, out, [order.index(d) for d in sorted(order)])
+        )
+
+    def sum_of_rows(self, node: fx.Node, flat: fx.Node) -> fx.Node:
+        """Sums over rows of the sums inside them; a mean divides by all that it summed."""
+        source = cast(fx.Node, node.args[0])
+        labels, shape = cast(Rowed, self.analysis.values[source]).labels, sizes(source)
+        inner, rows = row_sum_dims(self.analysis, node)
+        left = [d for d in range(len(labels)) if d not in inner]
+        out = self.unflattened(flat, "".join(labels[d] for d in left), tuple(shape[d] for d in left))
+        out = self.call(aten.sum.dim_IntList, out, [left.index(d) for d in rows])
+        if node.target in (aten.mean.default, aten.mean.dim):
+            count = self.numel([shape[d] for d in (*inner, *rows)])
+            out = self.call(aten.div.Tensor, out, count)
+        out = self.call(aten.reshape.default, out, self.shape(sizes(node)))
+        return self.call(aten.to.dtype, out, node.meta["val"].dtype)

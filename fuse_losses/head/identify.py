@@ -1,0 +1,127 @@
+"""Which divergence a function of two log-probabilities is: found by its values and slopes, whatever its spelling.
+
+sum_v f(log p_v, log q_v) is spelled in dozens of ways (kl_div in either order, log-space or probability-space
+mixtures, masks of infinities); f is a scalar function of two numbers, and two such functions that agree, with their
+slopes, over a grid of 29 decades, at ties and at -inf are one function for every purpose of a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fuse_losses.losses import DIVERGENCES, Divergence
+
+TOLERANCE = 1e-6  # of the larger term: constants of a float32 graph are off by 1e-7, an epsilon of 1e-8 by much more
+_LEVELS = (-1e-3, -0.07, -0.4, -1.0, -2.3, -4.1, -8.0, -14.0, -23.0, -37.0, -52.0, -67.0)
+_INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Match:
+    """factor * phi of the page `name`; slopes: whether p's and q's gradients are phi's (else they are zero)."""
+
+    name: str
+    parameter: float
+    factor: float
+    masked: bool
+    slopes: tuple[bool, bool]
+
+
+def grid() -> tuple[Tensor, Tensor]:
+    """(log p, log q) [K] in float64: all pairs of levels, ties among them, then pairs with -inf."""
+    level = torch.tensor(_LEVELS, dtype=torch.float64)
+    p, q = level.repeat_interleave(len(level)), level.repeat(len(level))
+    nudge = torch.linspace(0.97, 1.03, len(p), dtype=torch.float64)
+    p = torch.where(p == q, p, p * nudge)
+    edge = torch.tensor([-0.5, -3.0, -20.0], dtype=torch.float64)
+    never = torch.full_like(edge, -_INF)
+    return torch.cat([p, edge, never, never]), torch.cat([q, never, edge, never])
+
+
+def identify(f: Callable[[Tensor, Tensor], Tensor], constants: Iterable[float]) -> Match | None:
+    """The page of `losses` that f(log p, log q) is, in float64; `constants` are the numbers that f is written with."""
+    lp, lq = (t.requires_grad_() for t in grid())
+    with torch.enable_grad():
+        made = f(lp, lq)
+        slopes = torch.autograd.grad(made.sum(), [lp, lq], allow_unused=True) if made.requires_grad else (None, None)
+    target = _Samples(lp.detach(), lq.detach(), made.detach(), slopes)
+    parameters = list(_parameters(constants))
+    for page in DIVERGENCES.values():
+        choices = [page.default] if page.parameter is None else [page.default, *parameters]
+        for k in dict.fromkeys(k for k in choices if k in page.valid):
+            found = target.match(page, k)
+            if found is not None:
+                return found
+    return None
+
+
+def _parameters(constants: Iterable[float]) -> Iterator[float]:
+    """What a number in the graph says of a mixture's weight: itself, its complement, or the logarithm of either."""
+    for c in constants:
+        share = math.exp(-abs(c))
+        for k in (c, 1.0 - c, share, 1.0 - share):
+            if 0.0 < k < 1.0:
+                yield k
+
+
+@dataclass(frozen=True)
+class _Samples:
+    lp: Tensor
+    lq: Tensor
+    value: Tensor
+    slopes: tuple[Tensor | None, Tensor | None]
+
+    @property
+    def _point(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.lp.exp(), self.lq.exp(), self.lp, self.lq
+
+    def match(self, page: Divergence, k: float) -> Match | None:
+        phi = page.phi(*self._point, k)
+        inside = self.lp.isfinite() & self.lq.isfinite()
+        factor = self._factor(phi, inside)
+        if factor is None or not self._agree(self.value, factor * phi, inside):
+            return None
+        masked = self._edges(factor * phi, ~inside)
+        if masked is None:
+            return None
+        slopes: list[bool] = []
+        for mine, partial in zip(self.slopes, (page.phi1, page.phi2), strict=True):
+            wanted = factor * partial(*self._point, k)
+            zeros = mine is None or not bool(mine[inside].any())
+            if not zeros and not self._agree(mine, wanted, inside):
+                return None
+            slopes.append(not zeros or not bool(wanted[inside].any()))
+        return Match(page.name, k, factor, masked, (slopes[0], slopes[1]))
+
+    def _scale(self) -> Tensor:
+        """The size of a term of f at each point: what rounding is relative to."""
+        return torch.maximum(self.lp, self.lq).exp() * (1 + self.lp.abs() + self.lq.abs())
+
+    def _factor(self, phi: Tensor, inside: Tensor) -> float | None:
+        """f / phi where phi is large among its terms; None if it is no number, or zero."""
+        share = torch.where(inside, phi.abs() / self._scale(), 0.0)
+        best = int(share.nan_to_num(0.0).argmax())
+        ratio = float(self.value[best] / phi[best])
+        if not math.isfinite(ratio) or ratio == 0.0:
+            return None
+        return float(round(ratio)) if abs(ratio - round(ratio)) < TOLERANCE else ratio
+
+    def _agree(self, mine: Tensor, wanted: Tensor, where: Tensor) -> bool:
+        scale = self._scale()[where]
+        mine, wanted = mine[where], wanted[where]
+        factor = (torch.maximum(mine.abs(), wanted.abs()) / scale).max()
+        return bool(((mine - wanted).abs() <= TOLERANCE * factor * scale).all())
+
+    def _edges(self, wanted: Tensor, edges: Tensor) -> bool | None:
+        """Whether f drops classes at -inf; None if it does neither that nor what phi does. NaN agrees with anything."""
+        mine = self.value[edges]
+        known = ~mine.isnan()
+        plain = (mine == wanted[edges]) | ((mine - wanted[edges]).abs() <= TOLERANCE)
+        if bool(plain[known].all()):
+            return False
+        return True if bool((mine == 0)[known].all()) else None
