@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from fuse_losses.kernels.chunked.squash import NAMES
+from fuse_losses.kernels.side import FORMS
+from fuse_losses.losses import DIVERGENCES
 from fuse_losses.ops.gemm import ACCUMULATE
 
 
@@ -43,9 +45,9 @@ def check_projection(x: Tensor, weight: Tensor, bias: Tensor | None, logits: Ten
         )
 
 
-def check_rows(rows: int, target: Tensor, row_weight: Tensor | None = None) -> None:
+def check_rows(rows: int, target: Tensor | None, row_weight: Tensor | None = None) -> None:
     """Raise TypeError unless the target is int32 or int64, ValueError unless per-row tensors are [rows]."""
-    if target.dtype not in (torch.int64, torch.int32):
+    if target is not None and target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"target must be int64 or int32, got {target.dtype}")
     for name, values in (("target", target), ("row_weight", row_weight)):
         if values is not None:
@@ -53,3 +55,41 @@ def check_rows(rows: int, target: Tensor, row_weight: Tensor | None = None) -> N
                 values.dim() == 1 and values.shape[0] == rows,
                 lambda name=name, values=values: f"{name} must be [{rows}], one per row, got {tuple(values.shape)}",
             )
+
+
+def check_divergence(name: str, parameter: float) -> None:
+    """Raise ValueError for a divergence that is not listed, or a parameter out of its range."""
+    if name not in DIVERGENCES:
+        raise ValueError(f"the divergence must be one of {tuple(DIVERGENCES)}, got {name!r}")
+    DIVERGENCES[name].check(parameter)
+
+
+def check_side(
+    side: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, form: str, squash: tuple[str, float, float]
+) -> None:
+    """Raise ValueError or TypeError for an operand of a divergence that is neither a projection nor [N, V]."""
+    if form not in FORMS:
+        raise ValueError(f"{side}_form must be one of {FORMS}, got {form!r}")
+    if form != "logits" and (weight is not None or squash != ("identity", 1.0, 1.0)):
+        raise ValueError(f"{side} is given as {form}: it takes no weight and no squash but ('identity', 1.0, 1.0)")
+    if weight is not None:
+        check_projection(x, weight, bias, None)
+        return
+    if bias is not None:
+        raise ValueError(f"{side}_bias needs {side}_weight")
+    if not x.is_floating_point():
+        raise TypeError(f"{side} must be a float tensor, got {x.dtype}")
+    if x.dim() != 2:
+        raise ValueError(f"{side} must be [N, V], got {tuple(x.shape)}")
+
+
+def check_sides(p: Tensor, p_weight: Tensor | None, q: Tensor, q_weight: Tensor | None) -> None:
+    """Raise ValueError unless both sides have as many rows, classes and one device."""
+    p_vocab = p.shape[1] if p_weight is None else p_weight.shape[0]
+    q_vocab = q.shape[1] if q_weight is None else q_weight.shape[0]
+    torch._check_value(
+        p.shape[0] == q.shape[0], lambda: f"p and q must have as many rows, got {p.shape[0]} and {q.shape[0]}"
+    )
+    torch._check_value(p_vocab == q_vocab, lambda: f"p and q must have as many classes, got {p_vocab} and {q_vocab}")
+    if p.device != q.device:
+        raise ValueError(f"p and q must be on one device, got {p.device} and {q.device}")

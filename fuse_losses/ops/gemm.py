@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 ACCUMULATE = ("float32", "native")
+_WIDE_ELEMENTS = 1 << 20  # of the right operand that are widened at a time, where the device cannot widen its result
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -29,7 +30,11 @@ def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     elif _widens_on_device(a, out):
         torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
     else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+        wide = a.to(out.dtype)
+        columns = max(1, _WIDE_ELEMENTS // max(1, b.shape[0]))
+        for start in range(0, b.shape[1], columns):
+            part = slice(start, start + columns)
+            torch.mm(wide, b[:, part].to(out.dtype), out=out[:, part])
 
 
 def addmm_into(out: Tensor, a: Tensor, b: Tensor) -> None:

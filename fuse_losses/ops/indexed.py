@@ -37,7 +37,7 @@ def _coefficients(
     return on_target, -on_target if grad_lse is None else grad_lse.to(dtype) - on_target
 
 
-def _row_gain(weight: Tensor) -> Tensor:
+def row_gain(weight: Tensor) -> Tensor:
     """0-d power of two that puts the largest row weight at about 256.
 
     Gradients made in the forward do not know the loss scale yet: p * weight is mostly below float16's range,
@@ -48,7 +48,7 @@ def _row_gain(weight: Tensor) -> Tensor:
     return torch.exp2(8.0 - torch.where(usable, top, 1.0).log2().ceil())
 
 
-def _saved_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+def saved_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """Dtypes in which gradients wait for the upstream gradient: for x and weight, and for the bias."""
     return torch.float32 if dtype == torch.float16 else dtype, statistics_dtype(dtype)
 
@@ -116,7 +116,7 @@ def indexed_fwd_grad(
         weights = torch.ones_like(log_prob) if row_weight is None else row_weight.to(log_prob.dtype)
         weights = torch.where(columns < 0, 0.0, weights)  # [N], contiguous
         half = x.dtype == torch.float16
-        gain = _row_gain(weights) if half else None
+        gain = row_gain(weights) if half else None
         if gain is not None:
             weights = weights * gain
 
@@ -124,7 +124,7 @@ def indexed_fwd_grad(
             kernels.indexed_fwd_bwd(u, columns[part], weights[part], how, log_prob[part], du)
 
         needs = Needs(need_x, need_weight, need_bias, accumulate)
-        dtypes = _saved_dtypes(x.dtype)
+        dtypes = saved_dtypes(x.dtype)
         grads = gradient_loop(Projection(x, weight, bias, logits), chunk_rows, needs, *dtypes, visit)
         if gain is not None:
             for grad in grads:
@@ -139,7 +139,7 @@ def _(
 ):  # fmt: skip
     return (
         *_row_values(x, x.shape[0], 1),
-        *_fake_gradients(x, weight, bias, need_x, need_weight, need_bias, *_saved_dtypes(x.dtype)),
+        *_fake_gradients(x, weight, bias, need_x, need_weight, need_bias, *saved_dtypes(x.dtype)),
     )
 
 

@@ -1,0 +1,134 @@
+"""A divergence between two distributions per row, and its gradients, in plain PyTorch.
+
+The row-kernel interface, shared with `kernels.triton.paired`. Every function works on one chunk of two sides: student
+p and teacher q, whose values [C, V] may have any float dtypes and strides, a `Divergence` and its parameter k. Per-row
+values are contiguous [C] in float32 (float64 where a side is float64); `statistics` is [6, C]: row maximum and
+`log(sum(exp(z - maximum)))` of p, the same of q, and the sums over the row of the centred phi1 and phi2, those of a
+side that is given as logits and is `needed`; it may be strided in its first dim.
+
+`p_out` and `q_out` [C, V] receive the gradient with respect to a side's values, or are None. Each may share its memory
+with that side's values, row by row, and may be narrower than they are. A row whose `weight` is 0 gets a gradient of
+exact zeros, whatever it holds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuse_losses.kernels.chunked.squash import slope, squash_into
+from fuse_losses.kernels.side import Side
+from fuse_losses.losses.divergence import Divergence
+
+TEMPORARIES = True  # the functions make tensors of [C, V]
+_MINUS_INF = float("-inf")
+
+
+class _Read(NamedTuple):
+    """A side in the dtype of the statistics [C, V], and dz/du."""
+
+    prob: Tensor
+    log_prob: Tensor
+    slope: Tensor | float
+
+
+def paired_fwd(
+    p: Side, q: Side, divergence: Divergence, k: float, d: Tensor, statistics: Tensor, needed: tuple[bool, bool]
+) -> None:
+    """Write the divergence `d` and what a backward needs to `statistics`."""
+    for side, rows in ((p, statistics[0:2]), (q, statistics[2:4])):
+        _statistics_into(side, rows)
+    row = _row(_read(p, statistics[0:2]), _read(q, statistics[2:4]), k)
+    torch.sum(divergence.phi(*row), 1, out=d)
+    for side, derivative, need, out in (
+        (p, divergence.phi1, needed[0], statistics[4]),
+        (q, divergence.phi2, needed[1], statistics[5]),
+    ):
+        if need and side.form == "logits":
+            torch.sum(derivative(*row, 1.0), 1, out=out)
+        else:
+            out.zero_()
+
+
+def paired_bwd(
+    p: Side,
+    q: Side,
+    divergence: Divergence,
+    k: float,
+    weight: Tensor,
+    statistics: Tensor,
+    p_out: Tensor | None,
+    q_out: Tensor | None,
+) -> None:
+    """Write `weight` times the gradients of the divergence; the statistics are `paired_fwd`'s."""
+    p_read, q_read = _read(p, statistics[0:2]), _read(q, statistics[2:4])
+    row = _row(p_read, q_read, k)
+    grads = [
+        (out, _gradient(side, read, row, derivative, by_prob, total))
+        for out, side, read, derivative, by_prob, total in (
+            (p_out, p, p_read, divergence.phi1, divergence.slope1, statistics[4]),
+            (q_out, q, q_read, divergence.phi2, divergence.slope2, statistics[5]),
+        )
+        if out is not None
+    ]
+    for out, grad in grads:
+        grad = torch.where((weight == 0).unsqueeze(1), 0.0, grad * weight.unsqueeze(1))
+        out.copy_(grad)
+
+
+def paired_fwd_bwd(
+    p: Side,
+    q: Side,
+    divergence: Divergence,
+    k: float,
+    weight: Tensor,
+    d: Tensor,
+    p_out: Tensor | None,
+    q_out: Tensor | None,
+) -> None:
+    """Write the divergence `d` (0 where `weight` is 0) and `weight` times its gradients in one visit."""
+    statistics = d.new_empty(6, d.shape[0])
+    paired_fwd(p, q, divergence, k, d, statistics, (p_out is not None, q_out is not None))
+    d.masked_fill_(weight == 0, 0.0)
+    paired_bwd(p, q, divergence, k, weight, statistics, p_out, q_out)
+
+
+def _logits(side: Side, dtype: torch.dtype) -> Tensor:
+    values = side.values
+    return squash_into(values, side.squash, torch.empty(values.shape, dtype=dtype, device=values.device))
+
+
+def _statistics_into(side: Side, rows: Tensor) -> None:
+    if side.form != "logits":
+        rows.zero_()
+        return
+    z = _logits(side, rows.dtype)
+    top = z.amax(1)
+    top.masked_fill_(top == _MINUS_INF, 0.0)  # so that -inf - top stays -inf
+    rows[0] = top
+    torch.sum(z.sub_(top.unsqueeze(1)).exp_(), 1, out=rows[1]).log_()
+
+
+def _read(side: Side, rows: Tensor) -> _Read:
+    if side.form == "logits":
+        z = _logits(side, rows.dtype)
+        dz_du = slope(z, side.squash)
+        log_prob = z.sub_(rows[0].unsqueeze(1)).sub_(rows[1].unsqueeze(1))
+        return _Read(log_prob.exp(), log_prob, dz_du)
+    values = side.values.to(rows.dtype)
+    return _Read(values.exp(), values, 1.0) if side.form == "log_probs" else _Read(values, values.log(), 1.0)
+
+
+def _row(p: _Read, q: _Read, k: float) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    return p.prob, q.prob, p.log_prob, q.log_prob, k
+
+
+def _gradient(side: Side, read: _Read, row, derivative, by_prob, total: Tensor) -> Tensor:
+    """Gradient [C, V] of the divergence with respect to a side's values."""
+    if side.form == "probs":
+        return by_prob(*row)
+    if side.form == "log_probs":
+        return derivative(*row)
+    return (derivative(*row, 1.0) - read.prob * total.unsqueeze(1)) * read.slope

@@ -1,0 +1,18 @@
+"""One page per divergence between two distributions. To add one, write its page and its line in `DIVERGENCES`."""
+
+from fuse_losses.losses.divergence import Divergence
+from fuse_losses.losses.jsd import JSD
+from fuse_losses.losses.kl import KL
+from fuse_losses.losses.reverse_kl import REVERSE_KL
+from fuse_losses.losses.soft_cross_entropy import SOFT_CROSS_ENTROPY
+from fuse_losses.losses.symmetric_kl import SYMMETRIC_KL
+from fuse_losses.losses.tvd import TVD
+
+DIVERGENCES: dict[str, Divergence] = {
+    "kl": KL,
+    "reverse_kl": REVERSE_KL,
+    "soft_cross_entropy": SOFT_CROSS_ENTROPY,
+    "symmetric_kl": SYMMETRIC_KL,
+    "jsd": JSD,
+    "tvd": TVD,
+}

@@ -1,0 +1,55 @@
+"""Divergence between two distributions per row; the backward recomputes the logits of projected sides."""
+
+import torch
+from torch import Tensor
+
+from fuse_losses.ops.autograd import forbid_double_backward, needs_gradient
+from fuse_losses.ops.checks import check_divergence, check_how, check_side, check_sides
+from fuse_losses.ops.paired import HOW, TENSORS, How, paired_bwd, paired_fwd
+
+SCHEMA = f"divergence({TENSORS}, {HOW}, str accumulate) -> Tensor"
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(p, p_weight, p_bias, q, q_weight, q_bias, how, accumulate, needs):
+        return paired_fwd(p, p_weight, p_bias, q, q_weight, q_bias, *how, list(needs))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, how, accumulate, needs = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1], *tensors)
+        ctx.how = (*how, accumulate)
+        ctx.needs = needs
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        forbid_double_backward()
+        if grad is None:
+            return (None,) * 9
+        grads = paired_bwd(grad, *ctx.saved_tensors, *ctx.how, list(ctx.needs))
+        return *[g if need else None for g, need in zip(grads, ctx.needs, strict=True)], None, None, None
+
+
+def check(tensors: tuple[Tensor | None, ...], how: How, accumulate: str) -> None:
+    """Raise ValueError or TypeError for arguments that do not fit."""
+    p, p_weight, p_bias, q, q_weight, q_bias = tensors
+    assert p is not None and q is not None  # the schema says so
+    check_divergence(how.name, how.parameter)
+    check_how(how.p_squash, how.chunk_rows, accumulate)
+    check_how(how.q_squash, how.chunk_rows, accumulate)
+    check_side("p", p, p_weight, p_bias, how.p_form, how[3:6])
+    check_side("q", q, q_weight, q_bias, how.q_form, how[7:10])
+    check_sides(p, p_weight, q, q_weight)
+
+
+def divergence(p, p_weight, p_bias, q, q_weight, q_bias, *arguments):
+    """The divergence [N] in float32 (float64 for float64). Arguments as the package says."""
+    tensors, how, accumulate = (p, p_weight, p_bias, q, q_weight, q_bias), How(*arguments[:-1]), arguments[-1]
+    check(tensors, how, accumulate)
+    needs = tuple(needs_gradient(t) for t in tensors)
+    if any(needs):
+        return _Divergence.apply(*tensors, how, accumulate, needs)[0]
+    return paired_fwd(*tensors, *how, [False] * len(needs))[0]

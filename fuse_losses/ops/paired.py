@@ -1,0 +1,277 @@
+"""Inner operators for two distributions per row. They know nothing of autograd: which gradients to compute is an
+argument, `needs`, one bool for each of p, p_weight, p_bias, q, q_weight, q_bias.
+
+A side with a weight is projected: its tensor is x [N, H], and its logits are made chunk by chunk, in float32 (float64
+for float64) whatever x's dtype, because a divergence of close distributions lives in their last digits. The gradient
+with respect to them is written over them, in x's dtype. A side without a weight is given, [N, V] in its form. Per-row
+values are float32, float64 if a side is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuse_losses.kernels.side import Side
+from fuse_losses.kernels.squash import Squash
+from fuse_losses.losses import DIVERGENCES
+from fuse_losses.ops.chunk_loop import parts, rows_per_chunk
+from fuse_losses.ops.dispatch import paired_kernels
+from fuse_losses.ops.gemm import BiasGradient, WeightGradient, mm_into, statistics_dtype
+from fuse_losses.ops.indexed import row_gain, saved_dtypes
+
+TENSORS = "Tensor p, Tensor? p_weight, Tensor? p_bias, Tensor q, Tensor? q_weight, Tensor? q_bias"
+HOW = (
+    "str name, float parameter, str p_form, str p_squash, float p_inner, float p_outer, "
+    "str q_form, str q_squash, float q_inner, float q_outer, SymInt chunk_rows"
+)
+STATISTICS = 6  # rows of the kernels' `statistics`
+
+
+class How(NamedTuple):
+    """The arguments of `HOW`."""
+
+    name: str
+    parameter: float
+    p_form: str
+    p_squash: str
+    p_inner: float
+    p_outer: float
+    q_form: str
+    q_squash: str
+    q_inner: float
+    q_outer: float
+    chunk_rows: int
+
+
+class _Rows:
+    """The rows of one side, a chunk at a time, and what adds up of their gradients."""
+
+    def __init__(self, tensor: Tensor, weight: Tensor | None, bias: Tensor | None, form: str, squash: Squash) -> None:
+        self.tensor, self.weight, self.bias = tensor, weight, bias
+        self._form, self._squash = form, squash
+        self.values_dtype = tensor.dtype if weight is None else statistics_dtype(tensor.dtype)
+        self.row_bytes = 0 if weight is None else weight.shape[0] * self.values_dtype.itemsize
+        self._memory: Tensor | None = None
+        self._needs = (False, False, False)
+
+    def start(self, chunk_rows: int) -> None:
+        """Allocate the chunk of logits."""
+        if self.weight is None:
+            return
+        rows, vocab = min(self.tensor.shape[0], chunk_rows), self.weight.shape[0]
+        # rows that start at a multiple of 128 bytes keep loads vectorised for an odd vocabulary
+        step = 128 // self.values_dtype.itemsize if self.tensor.is_cuda else 1
+        self._memory = self.tensor.new_empty(rows, -(-vocab // step) * step, dtype=self.values_dtype)
+
+    def start_gradients(
+        self, needs: tuple[bool, bool, bool], dtype: torch.dtype, bias_dtype: torch.dtype, chunks: int, accumulate: str
+    ) -> None:
+        """Prepare the gradients, in `dtype`, the bias's in `bias_dtype`."""
+        self._needs, self._dtypes = needs, (dtype, bias_dtype)
+        like, weight, bias = self.tensor, self.weight, self.bias
+        if weight is None:  # a gradient [N, V] of its own, whatever the strides of the given tensor
+            self._grad = torch.empty(like.shape, dtype=dtype, device=like.device) if needs[0] else None
+        else:
+            self._grad = torch.empty_like(like, dtype=dtype) if needs[0] else None
+        need_weight, need_bias = weight is not None and needs[1], bias is not None and needs[2]
+        self._weight_sum = WeightGradient(weight, dtype, chunks, accumulate) if need_weight else None  # type: ignore
+        self._bias_sum = BiasGradient(bias, bias_dtype) if need_bias else None  # type: ignore
+
+    def read(self, part: slice) -> Side:
+        """The values of some rows [C, V]."""
+        if self.weight is None or self._memory is None:
+            return Side(self.tensor[part], self._form, self._squash)
+        out = self._memory[: part.stop - part.start, : self.weight.shape[0]]
+        mm_into(out, self.tensor[part], self.weight.t())
+        if self.bias is not None:
+            out += self.bias
+        return Side(out, self._form, self._squash)
+
+    def gradient_of(self, part: slice) -> Tensor | None:
+        """Where the gradient with respect to the values of `read(part)` goes: over them if they are products."""
+        if not any(self._needs):
+            return None
+        if self.weight is None or self._memory is None:
+            return None if self._grad is None else self._grad[part]
+        memory = self._memory.view(self.tensor.dtype)
+        return memory[: part.stop - part.start, : self.weight.shape[0]]
+
+    def add(self, part: slice, du: Tensor | None) -> None:
+        """Take a chunk's gradient `du`, which `gradient_of` gave out, to x, weight and bias."""
+        if self.weight is None or du is None:
+            return
+        if self._grad is not None:
+            mm_into(self._grad[part], du, self.weight)
+        if self._weight_sum is not None:
+            self._weight_sum.add(du, self.tensor[part])
+        if self._bias_sum is not None:
+            self._bias_sum.add(du)
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients of tensor, weight and bias; [0] for those that are not needed."""
+        dtype, bias_dtype = self._dtypes
+        return [
+            self.tensor.new_empty(0, dtype=dtype) if self._grad is None else self._grad,
+            self.tensor.new_empty(0, dtype=dtype) if self._weight_sum is None else self._weight_sum.result(),
+            self.tensor.new_empty(0, dtype=bias_dtype) if self._bias_sum is None else self._bias_sum.result(),
+        ]
+
+
+def values_dtype(p: Tensor, q: Tensor) -> torch.dtype:
+    """Dtype of the per-row values of two sides."""
+    return torch.promote_types(statistics_dtype(p.dtype), statistics_dtype(q.dtype))
+
+
+class _Loop:
+    """Both sides, cut into the same chunks."""
+
+    def __init__(self, tensors: tuple[Tensor | None, ...], how: How) -> None:
+        p, p_weight, p_bias, q, q_weight, q_bias = tensors
+        assert p is not None and q is not None
+        self.p = _Rows(p, p_weight, p_bias, how.p_form, Squash(how.p_squash, how.p_inner, how.p_outer))
+        self.q = _Rows(q, q_weight, q_bias, how.q_form, Squash(how.q_squash, how.q_inner, how.q_outer))
+        self.rows = p.shape[0]
+        self.dtype = values_dtype(p, q)
+        self.divergence, self.k = DIVERGENCES[how.name], how.parameter
+        self.kernels = paired_kernels(self.p.values_dtype, self.q.values_dtype, p.device)
+        row_bytes = self.p.row_bytes + self.q.row_bytes
+        if row_bytes or self.kernels.TEMPORARIES:
+            self.chunk_rows = rows_per_chunk(self.rows, how.chunk_rows, row_bytes)
+        else:  # all at once: nothing of [C, V] is allocated
+            self.chunk_rows = max(1, self.rows)
+        self.p.start(self.chunk_rows)
+        self.q.start(self.chunk_rows)
+
+    def start_gradients(self, needs: tuple[bool, ...], accumulate: str, waiting: bool) -> None:
+        """Prepare gradients; those that are `waiting` for an upstream gradient may have wider dtypes."""
+        chunks = -(-self.rows // self.chunk_rows)
+        for side, need in ((self.p, needs[:3]), (self.q, needs[3:])):
+            dtype = side.tensor.dtype
+            dtypes = saved_dtypes(dtype) if waiting else (dtype, dtype)
+            side.start_gradients(tuple(need), *dtypes, chunks, accumulate)  # type: ignore[arg-type]
+
+    def visit_gradients(self, kernel) -> list[Tensor]:
+        """Call `kernel(part, p, q, p_out, q_out)` for every chunk; the six gradients."""
+        for part in parts(self.rows, self.chunk_rows):
+            p, q = self.p.read(part), self.q.read(part)
+            p_out, q_out = self.p.gradient_of(part), self.q.gradient_of(part)
+            kernel(part, p, q, p_out, q_out)
+            self.p.add(part, p_out)
+            self.q.add(part, q_out)
+        return [*self.p.gradients(), *self.q.gradients()]
+
+
+def _no_autocast(like: Tensor) -> torch.autocast:
+    return torch.autocast(like.device.type, enabled=False)
+
+
+@torch.library.custom_op(
+    "fuse_losses::paired_fwd", mutates_args=(), schema=f"({TENSORS}, {HOW}, bool[] needs) -> (Tensor, Tensor)"
+)
+def paired_fwd(*args):
+    """The divergence [N] of every row, and `statistics` [6, N] for a backward that needs gradients."""
+    tensors, how, needs = args[:6], How(*args[6:-1]), args[-1]
+    with _no_autocast(args[0]):
+        loop = _Loop(tensors, how)
+        d = args[0].new_empty(loop.rows, dtype=loop.dtype)
+        statistics = d.new_empty(STATISTICS, loop.rows)
+        needed = (any(needs[:3]), any(needs[3:]))
+        for part in parts(loop.rows, loop.chunk_rows):
+            p, q = loop.p.read(part), loop.q.read(part)
+            loop.kernels.paired_fwd(p, q, loop.divergence, loop.k, d[part], statistics[:, part], needed)
+    return d, statistics
+
+
+@paired_fwd.register_fake
+def _(*args):
+    d = args[0].new_empty(args[0].shape[0], dtype=values_dtype(args[0], args[3]))
+    return d, d.new_empty(STATISTICS, d.shape[0])
+
+
+@torch.library.custom_op(
+    "fuse_losses::paired_bwd",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor statistics, {TENSORS}, {HOW}, str accumulate, bool[] needs) -> Tensor[]",
+)
+def paired_bwd(grad, statistics, *args):
+    """Gradients of the six tensors ([0] for those that need none) from that of the divergence [N]."""
+    tensors, how, (accumulate, needs) = args[:6], How(*args[6:-2]), args[-2:]
+    with _no_autocast(args[0]):
+        loop = _Loop(tensors, how)
+        loop.start_gradients(tuple(needs), accumulate, waiting=False)
+        weight = grad.to(statistics.dtype).contiguous()
+
+        def kernel(part, p, q, p_out, q_out) -> None:
+            loop.kernels.paired_bwd(
+                p, q, loop.divergence, loop.k, weight[part], statistics[:, part], p_out, q_out
+            )  # fmt: skip
+
+        return loop.visit_gradients(kernel)
+
+
+@paired_bwd.register_fake
+def _(grad, statistics, *args):
+    return _fake_gradients(args[:6], args[-1], waiting=False)
+
+
+@torch.library.custom_op(
+    "fuse_losses::paired_fwd_grad",
+    mutates_args=(),
+    schema=f"({TENSORS}, Tensor? row_weight, {HOW}, str accumulate, bool[] needs) -> Tensor[]",
+)
+def paired_fwd_grad(*args):
+    """The divergence [N], 0 where the row's weight is 0, and the gradients of `sum(row_weight * divergence)` for the
+    six tensors ([0] for those that need none).
+
+    float16 gradients come back in float32 (unscaled, they leave float16's range), a bias's always do.
+    """
+    tensors, row_weight, how, (accumulate, needs) = args[:6], args[6], How(*args[7:-2]), args[-2:]
+    with _no_autocast(args[0]):
+        loop = _Loop(tensors, how)
+        loop.start_gradients(tuple(needs), accumulate, waiting=True)
+        d = args[0].new_empty(loop.rows, dtype=loop.dtype)
+        weight = torch.ones_like(d) if row_weight is None else row_weight.to(d.dtype).contiguous()
+        gain = _gain(weight, loop, how)
+        if gain is not None:
+            weight = weight * gain
+
+        def kernel(part, p, q, p_out, q_out) -> None:
+            loop.kernels.paired_fwd_bwd(p, q, loop.divergence, loop.k, weight[part], d[part], p_out, q_out)
+
+        grads = loop.visit_gradients(kernel)
+        if gain is not None:
+            for g in grads:
+                g.div_(gain)
+    return [d, *grads]
+
+
+@paired_fwd_grad.register_fake
+def _(*args):
+    d = args[0].new_empty(args[0].shape[0], dtype=values_dtype(args[0], args[3]))
+    return [d, *_fake_gradients(args[:6], args[-1], waiting=True)]
+
+
+def _gain(weight: Tensor, loop: _Loop, how: How) -> Tensor | None:
+    """`row_gain` for float16, less the slope of the logits: a temperature of 0.1 makes gradients ten times larger."""
+    if torch.float16 not in (loop.p.tensor.dtype, loop.q.tensor.dtype):
+        return None
+    steepest = max(abs(how.p_inner * how.p_outer), abs(how.q_inner * how.q_outer), 1.0)
+    return row_gain(weight * steepest)
+
+
+def _fake_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool], waiting: bool) -> list[Tensor]:
+    grads = []
+    for (x, weight, bias), need in ((tensors[:3], needs[:3]), (tensors[3:], needs[3:])):
+        assert x is not None
+        dtype, bias_dtype = saved_dtypes(x.dtype) if waiting else (x.dtype, x.dtype)
+        if weight is None:  # given: a gradient of its own, whatever its strides
+            grads += [x.new_empty(x.shape if need[0] else 0, dtype=dtype), x.new_empty(0, dtype=dtype)]
+        else:
+            for tensor, needed in ((x, need[0]), (weight, need[1])):
+                grads.append(torch.empty_like(tensor, dtype=dtype) if needed else x.new_empty(0, dtype=dtype))
+        grads.append(x.new_empty(bias.shape if bias is not None and need[2] else 0, dtype=bias_dtype))
+    return grads
