@@ -239,7 +239,7 @@ def _slices(slicer: Slicer, graph: fx.Graph, region: Region, exits: Sequence[fx.
         alone = [len(slices) == 1 or any(isinstance(f, Divergence) for f in s.functionals.values()) for s in slices]
         slices = [(_weighted(slicer, graph, region, s) if w else None) or s for s, w in zip(slices, alone, strict=True)]
     for part in slices:
-        if any(p.given for p in region.products) and part.selects_rows:
+        if all(p.given for p in region.products) and part.selects_rows:
             reason = "rows are selected from logits that are given to this graph"
             raise Declined("logits_sliced", reason, calls.user_line(part.exit))
     return slices

@@ -60,6 +60,25 @@ def identify(f: Callable[[Tensor, Tensor], Tensor], constants: Iterable[float]) 
     return None
 
 
+def holds_beyond(match: Match, f: Callable[[Tensor, Tensor], Tensor], forms: tuple[str, str]) -> bool:
+    """Whether f is that divergence, too, for numbers that no distribution has but a tensor that is given may hold.
+
+    forms: those in which the two sides are given; the logarithm of a negative number is complex here.
+    """
+    usual = torch.tensor([-0.1, -1.2, -7.0], dtype=torch.complex128)
+    strange = {
+        "probs": torch.tensor([-0.7, -3.0, 0.0, 1.6], dtype=torch.complex128).log(),
+        "log_probs": torch.tensor([0.6, 2.0, 0.0], dtype=torch.complex128),
+    }
+    sides = [torch.cat([usual, strange[form]]) if form in strange else usual for form in forms]
+    lp, lq = sides[0].repeat_interleave(len(sides[1])), sides[1].repeat(len(sides[0]))
+    mine = f(lp, lq)
+    p, q = lp.exp().real, lq.exp().real
+    wanted = match.factor * DIVERGENCES[match.name].phi(p, q, p.log(), q.log(), match.parameter)
+    close = torch.isclose(mine, wanted, rtol=TOLERANCE, atol=TOLERANCE * abs(match.factor), equal_nan=True)
+    return bool((close | mine.isnan()).all())
+
+
 def _parameters(constants: Iterable[float]) -> Iterator[float]:
     """What a number in the graph says of a mixture's weight: itself, its complement, or the logarithm of either."""
     for c in constants:

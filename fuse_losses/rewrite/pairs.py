@@ -7,7 +7,9 @@ its values on a grid (head.identify).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fuse_losses.graph.products import Product
 from fuse_losses.graph.rows import RowAnalysis
 from fuse_losses.head.algebra import Divergence, Logits, Side
-from fuse_losses.head.identify import Match, identify
+from fuse_losses.head.identify import Match, holds_beyond, identify
 from fuse_losses.head.sizes import same, sizes
 from fuse_losses.head.values import Lifted, Wide
 from fuse_losses.rewrite.chunk_graph import ChunkGraph, RowInput, Steps, WholeInput
@@ -50,6 +52,7 @@ APART = {
     aten.amax.default,
 }
 Weights = tuple[tuple[str, Any], ...]
+Forms = dict[fx.Node, tuple[int, str]]  # an input: which distribution it is of, and in which form
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,8 @@ class _Reader:
         constants = [a for n in nodes for a in (*n.args, *n.kwargs.values()) if isinstance(a, (int, float))]
         constants += [abs(t.coefficient) for t in terms] + [self.numbers[n] for n in nodes if n in self.numbers]
         for p, q, forms in self._choices(nodes):
-            match = self._identified(terms, nodes, forms, constants)
-            if match is not None:
+            match = self._identified(terms, nodes, (p, q), forms, constants)
+            if match is not None and not match.masked:
                 return self._divergence(match, p, q, terms[0].weights)
         return None
 
@@ -246,7 +249,7 @@ class _Reader:
             stack.extend(node.all_input_nodes)
         return [n for n in self.build.graph.nodes if n in seen]
 
-    def _choices(self, nodes: list[fx.Node]) -> list[tuple[Side, Side, dict[fx.Node, tuple[int, str]]]]:
+    def _choices(self, nodes: list[fx.Node]) -> list[tuple[Side, Side, Forms]]:
         """Ways to read the wide inputs as two distributions p and q: (p, q, input -> which of them, in which form)."""
         found: dict[Any, Side] = {}
         inputs = [n for n in nodes if n.op == "placeholder" and self.wide[n]]
@@ -305,42 +308,40 @@ class _Reader:
         self,
         terms: list[Term],
         nodes: list[fx.Node],
-        forms: dict[fx.Node, tuple[int, str]],
-        constants: list[float],
+        sides: tuple[Side, Side],
+        forms: Forms,
+        constants: Sequence[float],
     ) -> Match | None:
+        # the raw logits of a distribution are its log-probs and a number per row, which must not matter
+        shifts = (3.25, -1.5) if any(form == "logits" for _, form in forms.values()) else (0.0,)
+        run = functools.partial(self._run, terms, nodes, forms)
         try:
             with _disable_current_modes():
-                shifts = [3.25, -1.5] if any(form == "logits" for _, form in forms.values()) else [0.0]
-                found = [
-                    identify(lambda p, q, s=s: self._run(terms, nodes, forms, (p, q), s), constants) for s in shifts
-                ]
+                first, *others = [identify(functools.partial(_of_log_probs, run, shift), constants) for shift in shifts]
+                if first is None or any(f != first for f in others):
+                    return None
+                beyond = holds_beyond(first, functools.partial(_of_log_probs, run, 0.0), (sides[0].form, sides[1].form))
+                return first if beyond else None
         except (RuntimeError, TypeError, IndexError, ValueError):
             return None  # it cannot run on a grid: not a function of two numbers
-        return found[0] if all(f == found[0] for f in found) else None
 
     def _run(
-        self,
-        terms: list[Term],
-        nodes: list[fx.Node],
-        forms: dict[fx.Node, tuple[int, str]],
-        log_probs: tuple[Tensor, Tensor],
-        shift: float,
+        self, terms: list[Term], nodes: list[fx.Node], forms: Forms, values: Callable[[int, str], Tensor]
     ) -> Tensor:
-        """The function under the sum on a grid of log-probabilities [K], in float64; logits are these and a shift."""
+        """The function under the sum [K] in float64, of the values [1, K] of two distributions in the forms they have."""
         env: dict[fx.Node, Any] = {}
         for node in nodes:
             if node in forms:
-                at, form = forms[node]
-                x = log_probs[at].unsqueeze(0)  # [1, K]
-                env[node] = {"logits": x.detach() + shift, "probs": x.exp()}.get(form, x)
+                env[node] = values(*forms[node])
             elif node in self.numbers:
                 env[node] = torch.tensor(self.numbers[node], dtype=torch.float64)
             else:
                 args = map_arg(node.args, lambda a: env[a])
                 kwargs = map_arg({k: v for k, v in node.kwargs.items() if k != "device"}, lambda a: env[a])
                 env[node] = _in_float64(node, args, kwargs)
-        made = sum(t.coefficient * env[t.core] for t in terms)
-        if not isinstance(made, Tensor) or made.numel() != log_probs[0].numel():
+        parts = [t.coefficient * env[t.core] for t in terms]
+        made = functools.reduce(operator.add, parts)
+        if made.numel() != values(0, "log_probs").numel():
             raise ValueError("not a value per class")
         return made.flatten()
 
@@ -349,6 +350,19 @@ class _Reader:
         for side, slope in zip((p, q), match.slopes, strict=True):
             sides.append(side if slope else replace(side, logits=replace(side.logits, detached=True)))
         return Divergence(match.name, match.parameter, match.masked, *sides, factor=match.factor, weights=weights)
+
+
+def _of_log_probs(run: Callable[[Any], Tensor], shift: float, lp: Tensor, lq: Tensor) -> Tensor:
+    """The function of two log-probabilities [K]; logits are these and a shift. A complex one is a negative number's."""
+
+    def values(at: int, form: str) -> Tensor:
+        x = (lp, lq)[at].unsqueeze(0)
+        if form == "logits":
+            return x.detach() + shift
+        x = x.exp() if form == "probs" else x
+        return x.real if x.is_complex() else x
+
+    return run(values)
 
 
 def _in_float64(node: fx.Node, args: Any, kwargs: Any) -> Any:

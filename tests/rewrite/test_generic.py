@@ -35,6 +35,12 @@ SOME = [
 some = pytest.mark.parametrize("name", SOME)
 
 
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch) -> None:
+    """What lifts into the algebra runs by rows here too: the generic executor is the kernels' oracle."""
+    monkeypatch.setattr(Slicer, "lifted", lambda self, region, exit, dead=(): None)
+
+
 class Rechunked(Capture):
     """What it made can be given another chunk size and run again."""
 
@@ -283,9 +289,7 @@ def test_the_report_says_how() -> None:
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
-def test_heads_with_kernels_give_the_same_by_rows(spelling: Spelling, monkeypatch) -> None:
-    """The generic executor is the kernels' oracle: what lifts is as right without the lift."""
-    monkeypatch.setattr(Slicer, "lifted", lambda self, region, exit: None)
+def test_heads_with_kernels_give_the_same_by_rows(spelling: Spelling) -> None:
     capture = Capture(chunk_rows=4)
     assert_as_eager(capture.compile(spelling.fn, fullgraph=True), spelling.fn, spelling.args())
     assert_by_rows(capture)
