@@ -34,6 +34,10 @@ def indexed_kernels(like: Tensor) -> ModuleType:
 
 def paired_kernels(p: torch.dtype, q: torch.dtype, device: torch.device) -> ModuleType:
     """The module with `paired_fwd`, `paired_bwd` and `paired_fwd_bwd` for sides of these dtypes."""
+    if _triton_runs(device, p, q):
+        from fuse_losses.kernels.triton import paired
+
+        return paired
     from fuse_losses.kernels.chunked import paired
 
     return paired

@@ -1,0 +1,422 @@
+"""A divergence between two distributions per row, and its gradients, in Triton: one program per row, float32 inside.
+
+The interface and its contract are those of `kernels.chunked.paired`. A row is read once for the statistics of both
+sides, once for the sums over the vocabulary, and once for the gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fuse_losses.kernels.side import Side
+from fuse_losses.kernels.triton.launch import num_warps
+from fuse_losses.kernels.triton.pages import jitted
+from fuse_losses.kernels.triton.squash import SQUASHES
+from fuse_losses.kernels.triton.tile import block_size, load_logits
+from fuse_losses.losses.divergence import Divergence
+
+TEMPORARIES = False  # the functions make no tensor of [C, V]
+_LARGEST_BLOCK, _PER_LANE = 2048, 8  # two sides and what is computed of them live in registers
+_LOWEST = tl.constexpr(-3.0e38)  # below all logits but -inf, and not -inf itself: differences with it are no NaN
+
+
+class Row(NamedTuple):
+    """One row of one side in a kernel."""
+
+    ptr: Any
+    col_stride: Any
+    inner: Any
+    outer: Any
+
+
+@triton.jit
+def _statistics_tile(row, cols, vocab, top, total, FORM: tl.constexpr, SQUASH: tl.constexpr, MASKED: tl.constexpr):
+    """Add a tile to the running maximum and sum of exp(z - maximum) of every lane: no lane waits for another."""
+    if FORM == "logits":
+        z = load_logits(row.ptr, cols, vocab, row.col_stride, row.inner, row.outer, SQUASH, MASKED)
+        e = tl.exp(-tl.abs(z - top))  # of the smaller of the two; the larger one's is 1
+        total = tl.where(z > top, total * e + 1.0, total + e)
+        top = tl.where(z > top, z, top)
+    return top, total
+
+
+@triton.jit
+def _merged(top, total):
+    """(maximum, log(sum(exp(z - maximum)))) of the lanes' values; the maximum of a row of only -inf is 0."""
+    row_top = tl.max(top, 0)
+    log_sum = tl.log(tl.sum(total * tl.exp(top - row_top), 0))
+    return tl.where(row_top == _LOWEST, 0.0, row_top), log_sum
+
+
+@triton.jit
+def _statistics(
+    p, q, vocab,
+    P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Row maximum and log(sum(exp(z - maximum))) of p, then of q; of no meaning for a side that is no logits."""
+    cols = tl.arange(0, BLOCK)
+    p_top = tl.full([BLOCK], _LOWEST, tl.float32)
+    q_top = tl.full([BLOCK], _LOWEST, tl.float32)
+    p_total = tl.zeros([BLOCK], tl.float32)
+    q_total = tl.zeros([BLOCK], tl.float32)
+    if P_FORM == "logits" or Q_FORM == "logits":
+        whole = vocab // BLOCK * BLOCK
+        for start in range(0, whole, BLOCK):
+            p_top, p_total = _statistics_tile(p, start + cols, vocab, p_top, p_total, P_FORM, P_SQUASH, False)
+            q_top, q_total = _statistics_tile(q, start + cols, vocab, q_top, q_total, Q_FORM, Q_SQUASH, False)
+        p_top, p_total = _statistics_tile(p, whole + cols, vocab, p_top, p_total, P_FORM, P_SQUASH, True)
+        q_top, q_total = _statistics_tile(q, whole + cols, vocab, q_top, q_total, Q_FORM, Q_SQUASH, True)
+    p_max, p_log_sum = _merged(p_top, p_total)
+    q_max, q_log_sum = _merged(q_top, q_total)
+    return p_max, p_log_sum, q_max, q_log_sum
+
+
+@triton.jit
+def _load(row, cols, vocab, top, log_sum, FORM: tl.constexpr, SQUASH: tl.constexpr, MASKED: tl.constexpr):
+    """(probability, its logarithm, logit) of a tile; 0 and -inf beyond the row's end."""
+    if FORM == "logits":
+        z = load_logits(row.ptr, cols, vocab, row.col_stride, row.inner, row.outer, SQUASH, MASKED)
+        log_prob = (z - top) - log_sum
+        prob = tl.exp(log_prob)
+    else:
+        ptrs = row.ptr + cols.to(tl.int64) * row.col_stride
+        if MASKED:
+            other = 0.0 if FORM == "probs" else float("-inf")
+            value = tl.load(ptrs, mask=cols < vocab, other=other).to(tl.float32)
+        else:
+            value = tl.load(ptrs).to(tl.float32)
+        z = value
+        if FORM == "probs":
+            prob = value
+            log_prob = tl.log(value)
+        else:
+            log_prob = value
+            prob = tl.exp(value)
+    return prob, log_prob, z
+
+
+@triton.jit
+def _sums_tile(
+    p, q, cols, vocab, p_top, p_log_sum, q_top, q_log_sum, d, p_sum, q_sum, K: tl.constexpr,
+    P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr,
+    PHI: tl.constexpr, PHI1: tl.constexpr, PHI2: tl.constexpr, P_SUM: tl.constexpr, Q_SUM: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add a tile to the per-lane sums of phi and of the centred phi1 and phi2."""
+    p_prob, lp, _ = _load(p, cols, vocab, p_top, p_log_sum, P_FORM, P_SQUASH, MASKED)
+    q_prob, lq, _ = _load(q, cols, vocab, q_top, q_log_sum, Q_FORM, Q_SQUASH, MASKED)
+    inside = cols < vocab if MASKED else True
+    d += tl.where(inside, PHI(p_prob, q_prob, lp, lq, K), 0.0)
+    if P_SUM:
+        p_sum += tl.where(inside, PHI1(p_prob, q_prob, lp, lq, K, 1.0), 0.0)
+    if Q_SUM:
+        q_sum += tl.where(inside, PHI2(p_prob, q_prob, lp, lq, K, 1.0), 0.0)
+    return d, p_sum, q_sum
+
+
+@triton.jit
+def _sums(
+    p, q, vocab, p_top, p_log_sum, q_top, q_log_sum, K: tl.constexpr,
+    P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr,
+    PHI: tl.constexpr, PHI1: tl.constexpr, PHI2: tl.constexpr, P_SUM: tl.constexpr, Q_SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums over the row of phi and of the centred phi1 and phi2, 0 for those that are not asked for."""
+    cols = tl.arange(0, BLOCK)
+    d = tl.zeros([BLOCK], tl.float32)
+    p_sum = tl.zeros([BLOCK], tl.float32)
+    q_sum = tl.zeros([BLOCK], tl.float32)
+    whole = vocab // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        d, p_sum, q_sum = _sums_tile(
+            p, q, start + cols, vocab, p_top, p_log_sum, q_top, q_log_sum, d, p_sum, q_sum, K,
+            P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, PHI, PHI1, PHI2, P_SUM, Q_SUM, False,
+        )  # fmt: skip
+    d, p_sum, q_sum = _sums_tile(
+        p, q, whole + cols, vocab, p_top, p_log_sum, q_top, q_log_sum, d, p_sum, q_sum, K,
+        P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, PHI, PHI1, PHI2, P_SUM, Q_SUM, True,
+    )  # fmt: skip
+    return tl.sum(d, 0), tl.sum(p_sum, 0), tl.sum(q_sum, 0)
+
+
+@triton.jit
+def _store(out_ptr, cols, vocab, col_stride, value, MASKED: tl.constexpr):
+    ptrs = out_ptr + cols.to(tl.int64) * col_stride
+    if MASKED:
+        tl.store(ptrs, value.to(out_ptr.dtype.element_ty), mask=cols < vocab)
+    else:
+        tl.store(ptrs, value.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _gradient(
+    p_prob, q_prob, lp, lq, own, z, total, weight, row, K: tl.constexpr,
+    FORM: tl.constexpr, DZ_DU: tl.constexpr, DERIVATIVE: tl.constexpr, BY_PROB: tl.constexpr,
+):  # fmt: skip
+    """`weight` times the gradient of one side, whose probabilities are `own`, with respect to its values."""
+    if FORM == "logits":
+        dz = DERIVATIVE(p_prob, q_prob, lp, lq, K, 1.0) - own * total
+        grad = weight * dz * DZ_DU(z, row.inner, row.outer)
+    elif FORM == "log_probs":
+        grad = weight * DERIVATIVE(p_prob, q_prob, lp, lq, K, 0.0)
+    else:
+        grad = weight * BY_PROB(p_prob, q_prob, lp, lq, K)
+    return grad
+
+
+@triton.jit
+def _gradients_tile(
+    p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, cols, vocab, p_top, p_log_sum, q_top, q_log_sum,
+    p_total, q_total, weight, K: tl.constexpr,
+    P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, P_DZ_DU: tl.constexpr,
+    Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
+    PHI1: tl.constexpr, SLOPE1: tl.constexpr, PHI2: tl.constexpr, SLOPE2: tl.constexpr,
+    P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    p_prob, lp, p_z = _load(p, cols, vocab, p_top, p_log_sum, P_FORM, P_SQUASH, MASKED)
+    q_prob, lq, q_z = _load(q, cols, vocab, q_top, q_log_sum, Q_FORM, Q_SQUASH, MASKED)
+    if SHARED:
+        # a gradient that is narrower than the values it is written over reaches those of other threads, all of
+        # which have now read this tile; tiles to come lie behind it
+        tl.debug_barrier()
+    if P_OUT:
+        grad = _gradient(
+            p_prob, q_prob, lp, lq, p_prob, p_z, p_total, weight, p, K, P_FORM, P_DZ_DU, PHI1, SLOPE1,
+        )  # fmt: skip
+        _store(p_out_ptr, cols, vocab, p_out_stride, grad, MASKED)
+    if Q_OUT:
+        grad = _gradient(
+            p_prob, q_prob, lp, lq, q_prob, q_z, q_total, weight, q, K, Q_FORM, Q_DZ_DU, PHI2, SLOPE2,
+        )  # fmt: skip
+        _store(q_out_ptr, cols, vocab, q_out_stride, grad, MASKED)
+
+
+@triton.jit
+def _gradients(
+    p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, vocab, p_top, p_log_sum, q_top, q_log_sum,
+    p_total, q_total, weight, K: tl.constexpr,
+    P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, P_DZ_DU: tl.constexpr,
+    Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
+    PHI1: tl.constexpr, SLOPE1: tl.constexpr, PHI2: tl.constexpr, SLOPE2: tl.constexpr,
+    P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK)
+    whole = vocab // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        _gradients_tile(
+            p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, start + cols, vocab, p_top, p_log_sum,
+            q_top, q_log_sum, p_total, q_total, weight, K, P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU,
+            PHI1, SLOPE1, PHI2, SLOPE2, P_OUT, Q_OUT, SHARED, False,
+        )  # fmt: skip
+    _gradients_tile(
+        p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, whole + cols, vocab, p_top, p_log_sum,
+        q_top, q_log_sum, p_total, q_total, weight, K, P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU,
+        PHI1, SLOPE1, PHI2, SLOPE2, P_OUT, Q_OUT, SHARED, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _zero_rows(
+    p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, vocab,
+    P_OUT: tl.constexpr, Q_OUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK)
+    zero = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        if P_OUT:
+            _store(p_out_ptr, start + cols, vocab, p_out_stride, zero, True)
+        if Q_OUT:
+            _store(q_out_ptr, start + cols, vocab, q_out_stride, zero, True)
+
+
+@triton.jit
+def paired_fwd_kernel(
+    p_ptr, p_row_stride, p_col_stride, p_inner, p_outer, q_ptr, q_row_stride, q_col_stride, q_inner, q_outer,
+    d_ptr, statistics_ptr, statistics_stride, vocab, K: tl.constexpr,
+    P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr,
+    PHI: tl.constexpr, PHI1: tl.constexpr, PHI2: tl.constexpr, P_SUM: tl.constexpr, Q_SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # row * row_stride passes 2^31
+    p = Row(p_ptr + row * p_row_stride, p_col_stride, p_inner, p_outer)
+    q = Row(q_ptr + row * q_row_stride, q_col_stride, q_inner, q_outer)
+    p_top, p_log_sum, q_top, q_log_sum = _statistics(p, q, vocab, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, BLOCK)
+    d, p_total, q_total = _sums(
+        p, q, vocab, p_top, p_log_sum, q_top, q_log_sum, K, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH,
+        PHI, PHI1, PHI2, P_SUM, Q_SUM, BLOCK,
+    )  # fmt: skip
+    tl.store(d_ptr + row, d)
+    statistics_ptr += row
+    tl.store(statistics_ptr, p_top)
+    tl.store(statistics_ptr + statistics_stride, p_log_sum)
+    tl.store(statistics_ptr + 2 * statistics_stride, q_top)
+    tl.store(statistics_ptr + 3 * statistics_stride, q_log_sum)
+    tl.store(statistics_ptr + 4 * statistics_stride, p_total)
+    tl.store(statistics_ptr + 5 * statistics_stride, q_total)
+
+
+@triton.jit
+def paired_bwd_kernel(
+    p_ptr, p_row_stride, p_col_stride, p_inner, p_outer, q_ptr, q_row_stride, q_col_stride, q_inner, q_outer,
+    p_out_ptr, p_out_row_stride, p_out_col_stride, q_out_ptr, q_out_row_stride, q_out_col_stride,
+    weight_ptr, statistics_ptr, statistics_stride, vocab, K: tl.constexpr,
+    P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, P_DZ_DU: tl.constexpr,
+    Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
+    PHI1: tl.constexpr, SLOPE1: tl.constexpr, PHI2: tl.constexpr, SLOPE2: tl.constexpr,
+    P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    p_out_ptr += row * p_out_row_stride
+    q_out_ptr += row * q_out_row_stride
+    weight = tl.load(weight_ptr + row)
+    if weight == 0.0:
+        _zero_rows(p_out_ptr, p_out_col_stride, q_out_ptr, q_out_col_stride, vocab, P_OUT, Q_OUT, BLOCK)
+    else:
+        p = Row(p_ptr + row * p_row_stride, p_col_stride, p_inner, p_outer)
+        q = Row(q_ptr + row * q_row_stride, q_col_stride, q_inner, q_outer)
+        of_row = statistics_ptr + row
+        _gradients(
+            p, q, p_out_ptr, p_out_col_stride, q_out_ptr, q_out_col_stride, vocab,
+            tl.load(of_row), tl.load(of_row + statistics_stride), tl.load(of_row + 2 * statistics_stride),
+            tl.load(of_row + 3 * statistics_stride), tl.load(of_row + 4 * statistics_stride),
+            tl.load(of_row + 5 * statistics_stride), weight, K,
+            P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU, PHI1, SLOPE1, PHI2, SLOPE2,
+            P_OUT, Q_OUT, SHARED, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def paired_fwd_bwd_kernel(
+    p_ptr, p_row_stride, p_col_stride, p_inner, p_outer, q_ptr, q_row_stride, q_col_stride, q_inner, q_outer,
+    p_out_ptr, p_out_row_stride, p_out_col_stride, q_out_ptr, q_out_row_stride, q_out_col_stride,
+    weight_ptr, d_ptr, vocab, K: tl.constexpr,
+    P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, P_DZ_DU: tl.constexpr,
+    Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
+    PHI: tl.constexpr, PHI1: tl.constexpr, SLOPE1: tl.constexpr, PHI2: tl.constexpr, SLOPE2: tl.constexpr,
+    P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    p_out_ptr += row * p_out_row_stride
+    q_out_ptr += row * q_out_row_stride
+    weight = tl.load(weight_ptr + row)
+    if weight == 0.0:  # the row is never read
+        tl.store(d_ptr + row, 0.0)
+        _zero_rows(p_out_ptr, p_out_col_stride, q_out_ptr, q_out_col_stride, vocab, P_OUT, Q_OUT, BLOCK)
+    else:
+        p = Row(p_ptr + row * p_row_stride, p_col_stride, p_inner, p_outer)
+        q = Row(q_ptr + row * q_row_stride, q_col_stride, q_inner, q_outer)
+        p_top, p_log_sum, q_top, q_log_sum = _statistics(p, q, vocab, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, BLOCK)
+        d, p_total, q_total = _sums(
+            p, q, vocab, p_top, p_log_sum, q_top, q_log_sum, K, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH,
+            PHI, PHI1, PHI2, P_OUT and P_FORM == "logits", Q_OUT and Q_FORM == "logits", BLOCK,
+        )  # fmt: skip
+        tl.store(d_ptr + row, d)
+        tl.debug_barrier()  # every thread has read the row
+        _gradients(
+            p, q, p_out_ptr, p_out_col_stride, q_out_ptr, q_out_col_stride, vocab,
+            p_top, p_log_sum, q_top, q_log_sum, p_total, q_total, weight, K,
+            P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU, PHI1, SLOPE1, PHI2, SLOPE2,
+            P_OUT, Q_OUT, SHARED, BLOCK,
+        )  # fmt: skip
+
+
+def paired_fwd(
+    p: Side, q: Side, divergence: Divergence, k: float, d: Tensor, statistics: Tensor, needed: tuple[bool, bool]
+) -> None:
+    """Write the divergence `d` and what a backward needs to `statistics`."""
+    with torch.cuda.device_of(p.values):
+        paired_fwd_kernel[(p.values.shape[0],)](
+            d_ptr=d, statistics_ptr=statistics, statistics_stride=statistics.stride(0), PHI=jitted(divergence.phi),
+            PHI1=jitted(divergence.phi1), PHI2=jitted(divergence.phi2),
+            P_SUM=needed[0] and p.form == "logits", Q_SUM=needed[1] and q.form == "logits",
+            **_read("p", p), **_read("q", q), **_shape(p.values), K=k,
+        )  # fmt: skip
+
+
+def paired_bwd(
+    p: Side,
+    q: Side,
+    divergence: Divergence,
+    k: float,
+    weight: Tensor,
+    statistics: Tensor,
+    p_out: Tensor | None,
+    q_out: Tensor | None,
+) -> None:
+    """Write `weight` times the gradients of the divergence; the statistics are `paired_fwd`'s."""
+    with torch.cuda.device_of(p.values):
+        paired_bwd_kernel[(p.values.shape[0],)](
+            weight_ptr=weight, statistics_ptr=statistics, statistics_stride=statistics.stride(0),
+            **_read("p", p), **_read("q", q), **_written("p", p, p_out), **_written("q", q, q_out),
+            **_derivatives(divergence), SHARED=_shared(p, p_out) or _shared(q, q_out), **_shape(p.values), K=k,
+        )  # fmt: skip
+
+
+def paired_fwd_bwd(
+    p: Side,
+    q: Side,
+    divergence: Divergence,
+    k: float,
+    weight: Tensor,
+    d: Tensor,
+    p_out: Tensor | None,
+    q_out: Tensor | None,
+) -> None:
+    """Write the divergence `d` (0 where `weight` is 0) and `weight` times its gradients in one visit."""
+    with torch.cuda.device_of(p.values):
+        paired_fwd_bwd_kernel[(p.values.shape[0],)](
+            weight_ptr=weight, d_ptr=d, PHI=jitted(divergence.phi),
+            **_read("p", p), **_read("q", q), **_written("p", p, p_out), **_written("q", q, q_out),
+            **_derivatives(divergence), SHARED=_shared(p, p_out) or _shared(q, q_out), **_shape(p.values), K=k,
+        )  # fmt: skip
+
+
+def _shape(values: Tensor) -> dict[str, Any]:
+    block = min(block_size(values.shape[1]), _LARGEST_BLOCK)
+    return {"vocab": values.shape[1], "BLOCK": block, "num_warps": num_warps(block, values.device, _PER_LANE)}
+
+
+def _read(name: str, side: Side) -> dict[str, Any]:
+    """Arguments of a kernel that reads a side."""
+    row_stride, col_stride = side.values.stride()
+    return {
+        f"{name}_ptr": side.values,
+        f"{name}_row_stride": row_stride,
+        f"{name}_col_stride": col_stride,
+        f"{name}_inner": side.squash.inner,
+        f"{name}_outer": side.squash.outer,
+        f"{name.upper()}_FORM": side.form,
+        f"{name.upper()}_SQUASH": SQUASHES[side.squash.name][0],
+    }
+
+
+def _written(name: str, side: Side, out: Tensor | None) -> dict[str, Any]:
+    """Arguments of a kernel that writes a side's gradient, or leaves it out."""
+    target = side.values if out is None else out  # a pointer that is not used
+    row_stride, col_stride = target.stride()
+    return {
+        f"{name}_out_ptr": target,
+        f"{name}_out_row_stride": row_stride,
+        f"{name}_out_col_stride": col_stride,
+        f"{name.upper()}_OUT": out is not None,
+        f"{name.upper()}_DZ_DU": SQUASHES[side.squash.name][1],
+    }
+
+
+def _derivatives(divergence: Divergence) -> dict[str, Any]:
+    return {
+        "PHI1": jitted(divergence.phi1),
+        "SLOPE1": jitted(divergence.slope1),
+        "PHI2": jitted(divergence.phi2),
+        "SLOPE2": jitted(divergence.slope2),
+    }
+
+
+def _shared(side: Side, out: Tensor | None) -> bool:
+    """Whether a gradient is written over its side's values at another place than they are read from."""
+    return out is not None and out.dtype != side.values.dtype and out.data_ptr() == side.values.data_ptr()
