@@ -134,9 +134,7 @@ class IndexedWriter(Writer):
         keep = self.call(aten.reshape.default, rows, [-1])
         return self.call(aten.logical_not.default, keep) if link.kind == "dropped" else keep
 
-    def _without(
-        self, y: fx.Node, masks: Sequence[tuple[fx.Node, Link]], ignore_index: int, logits: Logits
-    ) -> fx.Node:
+    def _without(self, y: fx.Node, masks: Sequence[tuple[fx.Node, Link]], ignore_index: int, logits: Logits) -> fx.Node:
         """Targets with those of dropped rows ignored; a target out of range stays, and raises."""
         for mask, link in masks:
             keep = self._kept(mask, link)
@@ -221,7 +219,11 @@ class IndexedWriter(Writer):
 
     def _vocab(self, logits: Logits) -> Any:
         """How many classes the logits have."""
-        return self.size(cast(Product, logits.product).vocab) if logits.classes is None else logits.classes[1] - logits.classes[0]
+        return (
+            self.size(cast(Product, logits.product).vocab)
+            if logits.classes is None
+            else logits.classes[1] - logits.classes[0]
+        )
 
     def _chosen(self, logits: Logits, node: fx.Node, dim: int) -> fx.Node:
         """The part of an operand that makes the classes that are kept."""
