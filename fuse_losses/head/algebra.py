@@ -184,7 +184,8 @@ class WeightedLoss:
         return getattr(self.per_row, "ignore_index", None)
 
 
-Functional = LogProb | LogSumExp | Selected | NllLoss | WeightedLoss | Divergence
+Picked = LogProb | LogSumExp | Selected | NllLoss  # of one distribution
+Functional = Picked | Divergence | WeightedLoss
 PER_ROW = (LogProb, LogSumExp, Selected)
 
 
@@ -193,9 +194,9 @@ class Head:
     """What was lifted from one region: the functionals that share its products, or just how much happens in a row.
 
     vocab: the largest of the products; hidden: of those that are not given; rows: None if symbolic without a hint;
-    dtype: of the logits; returned: the raw logits leave too; operations: values over the vocabulary that are computed for a row where the
-    region has no form in the algebra, else 0; given: the logits are an input of the graph; kinks: some operation of
-    the region has a gradient that jumps, as |p - q| has at a tie.
+    dtype: of the logits; returned: the raw logits leave too; operations: values over the vocabulary that are computed
+    for a row where the region has no form in the algebra, else 0; given: all logits are inputs of the graph; kinks:
+    some operation of the region has a gradient that jumps, as |p - q| has at a tie.
     """
 
     functionals: tuple[Functional, ...]
@@ -215,7 +216,8 @@ class Head:
             return f"{products} + row-wise loss of {self.operations} operations over the vocabulary"
         parts = list(dict.fromkeys(_name(f) for f in self.functionals))
         logits = [x for f in self.functionals for x in all_logits(f)]
-        extras = {str(x.map) for x in logits} - {""} | ({"bias"} if any(x.bias is not None for x in logits) else set())
+        extras = {str(x.map) for x in logits if str(x.map)}
+        extras |= {"bias" for x in logits if x.bias is not None}
         tail = f" ({', '.join(sorted(extras))})" if extras else ""
         return f"{products} + {' + '.join(parts)}{tail}"
 

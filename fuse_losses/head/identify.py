@@ -49,7 +49,7 @@ def identify(f: Callable[[Tensor, Tensor], Tensor], constants: Iterable[float]) 
     with torch.enable_grad():
         made = f(lp, lq)
         slopes = torch.autograd.grad(made.sum(), [lp, lq], allow_unused=True) if made.requires_grad else (None, None)
-    target = _Samples(lp.detach(), lq.detach(), made.detach(), slopes)
+    target = _Samples(lp.detach(), lq.detach(), made.detach(), (slopes[0], slopes[1]))
     parameters = list(_parameters(constants))
     for page in DIVERGENCES.values():
         choices = [page.default] if page.parameter is None else [page.default, *parameters]
@@ -111,10 +111,9 @@ class _Samples:
         slopes: list[bool] = []
         for mine, partial in zip(self.slopes, (page.phi1, page.phi2), strict=True):
             wanted = factor * partial(*self._point, k)
-            zeros = mine is None or not bool(mine[inside].any())
-            if not zeros and not self._agree(mine, wanted, inside):
+            slopes.append(mine is not None and bool(mine[inside].any()))
+            if mine is not None and slopes[-1] and not self._agree(mine, wanted, inside):
                 return None
-            slopes.append(not zeros or not bool(wanted[inside].any()))
         return Match(page.name, k, factor, masked, (slopes[0], slopes[1]))
 
     def _scale(self) -> Tensor:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fuse_losses.head.algebra import (
-    Functional,
     Link,
     LogitMap,
     Logits,
     LogProb,
     LogSumExp,
+    Picked,
     RowStep,
     Selected,
     WeightedLoss,
@@ -28,9 +28,10 @@ VIEWS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def evaluate(functional: Functional, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def evaluate(functional: Picked | WeightedLoss, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The functional over x [*rows, H], weight [V, H] and bias [V]: a value per row, or a scalar for a loss."""
     if isinstance(functional, WeightedLoss):
+        assert isinstance(functional.per_row, LogProb)
         value = evaluate(functional.per_row, x, weight, bias)
         for link in functional.links:
             value = linked(link, value)

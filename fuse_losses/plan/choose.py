@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fuse_losses.head.algebra import Head, LogProb, LogSumExp, NllLoss, WeightedLoss
+from fuse_losses.head.algebra import Divergence, Functional, Head, LogSumExp, NllLoss, WeightedLoss
 from fuse_losses.options import Options
 from fuse_losses.plan.chunk import default_chunk_rows
 from fuse_losses.report.decline import Decline
@@ -76,13 +76,18 @@ FEWEST_ROWS = {True: 128, False: 16}  # a chunk of fewer rows wastes a GPU's, a 
 def _gradients(head: Head, context: Context) -> tuple[str, str]:
     if head.given:
         return "backward", "the logits are given to this graph, and their gradient is made from them in backward"
-    sums = [f for f in head.functionals if isinstance(f, (NllLoss, WeightedLoss)) or getattr(f, "summed", False)]
-    if len(sums) < len(head.functionals):
+    if not all(_sums_rows(f) for f in head.functionals):
         kinds = "logsumexp" if any(isinstance(f, LogSumExp) for f in head.functionals) else "per-row values"
         return "recompute", f"{kinds} leave the head, so the row weights are known only in backward"
-    picks = [f for f in sums if isinstance(f, NllLoss) or isinstance(getattr(f, "per_row", None), LogProb)]
-    if len({(id(f.target), f.ignore_index, f.logits) for f in picks}) > 1:
+    picks = {
+        (id(f.target), f.ignore_index, f.logits) for f in head.functionals if isinstance(f, (NllLoss, WeightedLoss))
+    }
+    if len(picks) > 1:
         return "recompute", "several losses read these logits"
     if context.checkpointed:
         return "recompute", "the head is checkpointed: its forward runs twice, its gradients must not"
     return "forward", "every row's weight is known before the loss"
+
+
+def _sums_rows(functional: Functional) -> bool:
+    return isinstance(functional, (NllLoss, WeightedLoss)) or (isinstance(functional, Divergence) and functional.summed)

@@ -194,14 +194,11 @@ class _Reader:
             factor = self._factor("over", other)
             return None if factor is None else _times(inside(first), *factor)
         if node.target in (aten.masked_fill.Scalar, aten.where.ScalarOther, aten.where.self):
-            mask, kept = (other, first) if node.target is aten.masked_fill.Scalar else (first, other)
-            filled = rest[1]
-            value = self.numbers.get(filled, filled) if isinstance(filled, fx.Node) else filled
-            if self._is_row(mask) and value == 0:
-                how = "dropped" if node.target is aten.masked_fill.Scalar else "kept"
-                source = first if node.target is aten.masked_fill.Scalar else kept
-                return _times(inside(source), 1.0, ((how, self.inputs[mask]),))
-            return None
+            fills = node.target is aten.masked_fill.Scalar
+            mask, source, kind = (other, first, "dropped") if fills else (first, other, "kept")
+            zero = self.numbers.get(rest[1], rest[1]) == 0
+            assert isinstance(mask, fx.Node) and isinstance(source, fx.Node)
+            return _times(inside(source), 1.0, ((kind, self.inputs[mask]),)) if zero and self._is_row(mask) else None
         if node.target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs and inside == self._rows:
             left, right = (inside(a) if isinstance(a, fx.Node) else None for a in (first, other))
             if left and right:
@@ -210,16 +207,17 @@ class _Reader:
 
     def _factor(self, kind: str, value: Any) -> tuple[float, Weights] | None:
         """A number, or a value per row, that multiplies (or divides) a term."""
-        value = self.numbers.get(value, value) if isinstance(value, fx.Node) else value
+        value = self.numbers.get(value, value)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if kind == "over":
                 return None if value == 0 else (1.0 / value, ())
             return float(value), ()
-        return (1.0, ((kind, self.inputs[value]),)) if self._is_row(value) else None
+        row = value if isinstance(value, fx.Node) and self._is_row(value) else None
+        return None if row is None else (1.0, ((kind, self.inputs[row]),))
 
-    def _is_row(self, node: Any) -> bool:
+    def _is_row(self, node: fx.Node) -> bool:
         """True for an input with one value per row (or a number whose value is not known)."""
-        return isinstance(node, fx.Node) and node in self.inputs and not self.wide[node] and self._is_scalar(node)
+        return node in self.inputs and not self.wide[node] and self._is_scalar(node)
 
     def _is_scalar(self, node: fx.Node) -> bool:
         spec = self.inputs[node]
@@ -328,7 +326,7 @@ class _Reader:
     def _run(
         self, terms: list[Term], nodes: list[fx.Node], forms: Forms, values: Callable[[int, str], Tensor]
     ) -> Tensor:
-        """The function under the sum [K] in float64, of the values [1, K] of two distributions in the forms they have."""
+        """The function under the sum [K] in float64, of the values [1, K] of two distributions in their forms."""
         env: dict[fx.Node, Any] = {}
         for node in nodes:
             if node in forms:

@@ -99,8 +99,8 @@ class Slicer:
         known, summed = self.analysis.values.get(node), False
         if isinstance(known, Loose) and node.target in SUMS:
             source = self.analysis.values.get(cast(fx.Node, node.args[0]))
-            inside, rows = row_sum_dims(self.analysis, node) if isinstance(source, Rowed) else ([], [])
-            summed = bool(rows) and not sizes(node)
+            rows = row_sum_dims(self.analysis, node)[1] if isinstance(source, Rowed) else []
+            summed = not sizes(node)
             if not rows:
                 return None
         elif not isinstance(known, Rowed) or known.wide:

@@ -134,7 +134,7 @@ class Writer(ABC):
             self.measured.append((x, step.shape))
         return self.call(aten.reshape.default, x, [-1, *inner])
 
-    # ---------------------------------------------------------------------------------------- inputs and results by rows
+    # -------------------------------------------------------------------------------------- inputs and results by rows
 
     def row_input(self, spec: RowInput) -> fx.Node:
         """[N, inner...] of a tensor that is cut into chunks."""
