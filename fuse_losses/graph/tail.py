@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from fuse_losses.graph import calls
 from fuse_losses.graph.products import Product, is_tensor, storage
+from fuse_losses.head.sizes import same
 from fuse_losses.report.decline import Declined
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -61,7 +62,7 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
     tail_nodes = set(nodes)
     factories = _factories(gm.graph, nodes)
     shapes = {a for n in nodes for a in n.all_input_nodes if isinstance(a.meta.get("example_value"), torch.Size)}
-    inside = {*nodes, *factories, *shapes}
+    inside = {*nodes, *factories, *shapes, *_teachers(gm.graph, nodes, products)}
     inputs = list(made)
     for node in gm.graph.nodes:
         if node in inside:
@@ -168,6 +169,26 @@ def _factories(graph: fx.Graph, nodes: list[fx.Node]) -> set[fx.Node]:
             needed.add(node)
             stack.extend(node.all_input_nodes)
     return needed
+
+
+def _teachers(graph: fx.Graph, nodes: Sequence[fx.Node], products: Sequence[Product]) -> set[fx.Node]:
+    """What is made, class by class, of a tensor as wide as the logits for the tail alone (`teacher.float().exp()`).
+
+    Retraced with the tail, it is made for a chunk of rows and is never there whole.
+    """
+    written = {storage(t) for n in graph.nodes for t in calls.writes_to(n) if is_tensor(t)}
+    taken, found = set(nodes), set[fx.Node]()
+    for node in reversed(graph.nodes):
+        if not is_tensor(node) or node in taken or not calls.is_call(node, calls.ELEMENTWISE):
+            continue
+        held, tensors = node.meta["example_value"], [a for a in node.all_input_nodes if is_tensor(a)]
+        wide = held.dim() > 1 and any(same(held.shape[-1], p.vocab) for p in products)
+        readers = bool(node.users) and all(u in taken or u in found for u in node.users)
+        kept = not any(storage(t) in written for t in (node, *tensors))
+        learns = held.requires_grad == any(t.meta["example_value"].requires_grad for t in tensors)
+        if wide and readers and kept and learns:
+            found.add(node)
+    return found
 
 
 def _has_value(node: fx.Node) -> bool:

@@ -7,6 +7,7 @@ slopes, over a grid of 29 decades, at ties and at -inf are one function for ever
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -60,6 +61,14 @@ def identify(f: Callable[[Tensor, Tensor], Tensor], constants: Iterable[float]) 
     return None
 
 
+@functools.lru_cache(256)
+def _on_grid(name: str, k: float) -> tuple[Tensor, Tensor, Tensor]:
+    """phi, phi1 and phi2 of a page."""
+    lp, lq = grid()
+    page = DIVERGENCES[name]
+    return tuple(f(lp.exp(), lq.exp(), lp, lq, k) for f in (page.phi, page.phi1, page.phi2))  # type: ignore[return-value]
+
+
 def holds_beyond(match: Match, f: Callable[[Tensor, Tensor], Tensor], forms: tuple[str, str]) -> bool:
     """Whether f is that divergence, too, for numbers that no distribution has but a tensor that is given may hold.
 
@@ -95,12 +104,8 @@ class _Samples:
     value: Tensor
     slopes: tuple[Tensor | None, Tensor | None]
 
-    @property
-    def _point(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.lp.exp(), self.lq.exp(), self.lp, self.lq
-
     def match(self, page: Divergence, k: float) -> Match | None:
-        phi = page.phi(*self._point, k)
+        phi, *partials = _on_grid(page.name, k)
         inside = self.lp.isfinite() & self.lq.isfinite()
         factor = self._factor(phi, inside)
         if factor is None or not self._agree(self.value, factor * phi, inside):
@@ -109,8 +114,8 @@ class _Samples:
         if masked is None:
             return None
         slopes: list[bool] = []
-        for mine, partial in zip(self.slopes, (page.phi1, page.phi2), strict=True):
-            wanted = factor * partial(*self._point, k)
+        for mine, partial in zip(self.slopes, partials, strict=True):
+            wanted = factor * partial
             slopes.append(mine is not None and bool(mine[inside].any()))
             if mine is not None and slopes[-1] and not self._agree(mine, wanted, inside):
                 return None

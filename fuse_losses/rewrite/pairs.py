@@ -314,7 +314,7 @@ class _Reader:
         shifts = (3.25, -1.5) if any(form == "logits" for _, form in forms.values()) else (0.0,)
         run = functools.partial(self._run, terms, nodes, forms)
         try:
-            with _disable_current_modes():
+            with torch.inference_mode(False), _disable_current_modes():
                 first, *others = [identify(functools.partial(_of_log_probs, run, shift), constants) for shift in shifts]
                 if first is None or any(f != first for f in others):
                     return None

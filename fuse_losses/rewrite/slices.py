@@ -26,6 +26,7 @@ from fuse_losses.rewrite.chunk_graph import ChunkGraph, row_sum_dims
 from fuse_losses.rewrite.pairs import PairGraph, read_divergence
 
 FUNCTIONALS = (*PER_ROW, NllLoss)
+MOST_JOINED = 8  # exits that may be parts of one divergence; a loop over sequences has any number of its own
 
 
 @dataclass
@@ -117,6 +118,8 @@ class Slicer:
         """Nodes that make one divergence of several exits (`0.5 * kl_1.sum(-1) + 0.5 * kl_2.sum(-1)`), lifted."""
         members, wanted = set(region.nodes), set(exits)
         found: list[ExitSlice] = []
+        if len(exits) > MOST_JOINED:
+            return found
         for node in self.tail.nodes:
             if len(wanted) < 2 or node in members or node in wanted or node not in self.tail.results:
                 continue

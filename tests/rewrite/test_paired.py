@@ -165,6 +165,15 @@ def offline_logits(x, w, t):
     return F.kl_div(F.linear(x, w).log_softmax(-1), t.softmax(-1), reduction="batchmean")
 
 
+def offline_bfloat16(x, w, lq):
+    return F.kl_div(F.linear(x, w).log_softmax(-1), lq.float(), reduction="batchmean", log_target=True)
+
+
+def offline_prepared(x, w, lq):
+    teacher = lq.float().exp()
+    return -(teacher * F.linear(x, w).log_softmax(-1)).sum(-1).mean()
+
+
 def soft_targets(x, w, q):
     return F.cross_entropy(F.linear(x, w).view(-1, VOCAB), q.view(-1, VOCAB))
 
@@ -186,6 +195,8 @@ SPELLINGS = [
     (skewed, "reverse_kl", 0.1),
     (offline_probs, "kl", 0.0),
     (offline_logits, "kl", 0.0),
+    (offline_bfloat16, "kl", 0.0),
+    (offline_prepared, "soft_cross_entropy", 0.0),
     (soft_targets, "soft_cross_entropy", 0.0),
 ]
 
@@ -207,6 +218,26 @@ def test_spellings(fn, name: str, parameter: float) -> None:
     assert_as_eager(capture.compile(fn, fullgraph=True), fn, arguments(fn))
     assert capture.codes == []
     assert divergences(capture.after[0]) == [(name, pytest.approx(parameter, abs=1e-6))]
+
+
+def test_what_prepares_a_teacher_is_done_in_the_operator() -> None:
+    """bfloat16 log-probs of a teacher are read as they are: no float32 copy, and no probabilities, of [N, V]."""
+    x, w, lq = arguments(offline_prepared)
+    capture = Capture()
+    assert_as_eager(capture.compile(offline_prepared), offline_prepared, [x, w, lq.bfloat16()])
+    (made,) = [n for n in capture.after[0].graph.nodes if str(n.target).startswith("fuse_losses.divergence")]
+    assert {a.meta["example_value"].dtype for a in made.all_input_nodes[-1].all_input_nodes} == {torch.bfloat16}
+
+
+def test_a_teacher_that_is_written_to_is_read_before() -> None:
+    def fn(x, w, lq):
+        teacher = lq.exp()
+        lq.zero_()
+        return -(teacher * F.linear(x, w).log_softmax(-1)).sum(-1).mean()
+
+    x, w, lq = arguments(offline_prepared)
+    eager, ours = fn(x, w, lq.clone()), Capture().compile(fn)(x, w, lq.clone())
+    torch.testing.assert_close(ours, eager)
 
 
 def with_epsilon(x, w, q):
