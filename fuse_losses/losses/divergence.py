@@ -32,12 +32,13 @@ class Divergence:
     phi, slope1, slope2: functions of (p, q, lp, lq, k), where lp = log p and lq = log q; phi1, phi2: also of `centred`.
     They are written once, in the language of `losses.scalar`, and run on torch tensors and in Triton kernels.
 
-    phi1 is d phi / d lp, the gradient for given log-probabilities. With `centred=1.0` it is phi1 + c1 * p, where
-    (c1, c2) = centre(k): a softmax does not see a multiple of p, and this one is exactly 0 where p equals q.
-    slope1 is d phi / d p, the gradient for given probabilities, with a limit where eager has NaN. phi2, c2 and slope2
-    are the same for q.
+    With (a1, a2) = scale(k), a1 * phi1 is d phi / d lp, the gradient for given log-probabilities, and a1 * slope1 is
+    d phi / d p, the gradient for given probabilities, a limit of it where eager has NaN. That for logits is
+    a1 * (g - p * sum(g) / sum(p)) for g = phi1 or, with `centred=1.0`, g = phi1 + c1 * p, where (c1, c2) = centre(k):
+    a softmax does not see a multiple of p. The shift keeps digits where p is close to q. There g is 0 or p or -p to the
+    last bit, so that equal distributions have gradients of exact zeros. phi2, a2, c2 and slope2 are the same for q.
 
-    All are 0 or a number, never NaN, where p or q is 0. `reference(lp, lq, k)` gives float64 values [...] of
+    Of p and q either may be 0, and no function gives NaN. `reference(lp, lq, k)` gives float64 values [...] of
     log-probabilities [..., V] without phi; `spellings` are functions of (student logits, teacher logits, k) in eager
     PyTorch.
     """
@@ -52,6 +53,7 @@ class Divergence:
     phi2: Callable[..., Any]
     slope1: Callable[..., Any]
     slope2: Callable[..., Any]
+    scale: Callable[[float], tuple[float, float]]
     centre: Callable[[float], tuple[float, float]]
     reference: Callable[[Tensor, Tensor, float], Tensor]
     spellings: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]]

@@ -14,21 +14,25 @@ def phi(p, q, lp, lq, k):
 
 
 def phi1(p, q, lp, lq, k, centred=0.0):
-    return (1 - k) * times(p, mixed(lp, lq, k)[0])
+    return times(p, mixed(lp, lq, k)[0])
 
 
 def phi2(p, q, lp, lq, k, centred=0.0):
-    return k * times(q, mixed(lp, lq, k)[1])
+    return times(q, mixed(lp, lq, k)[1])
 
 
 def slope1(p, q, lp, lq, k):
     """0 where p is 0: such a class takes no part, as in `torch.xlogy`, where the true slope is -inf."""
-    return m.where(p == 0.0, 0.0, (1 - k) * mixed(lp, lq, k)[0])
+    return m.where(p == 0.0, 0.0, mixed(lp, lq, k)[0])
 
 
 def slope2(p, q, lp, lq, k):
     """0 where q is 0, likewise."""
-    return m.where(q == 0.0, 0.0, k * mixed(lp, lq, k)[1])
+    return m.where(q == 0.0, 0.0, mixed(lp, lq, k)[1])
+
+
+def scale(k):
+    return 1 - k, k
 
 
 def centre(k):
@@ -62,6 +66,7 @@ JSD = Divergence(
     phi2=phi2,
     slope1=slope1,
     slope2=slope2,
+    scale=scale,
     centre=centre,
     reference=reference,
     spellings={"log_probs": of_log_probs, "probs": of_probs},

@@ -29,7 +29,7 @@ def phi(p, q, lp, lq, k):
 
 
 def phi1(p, q, lp, lq, k, centred=0.0):
-    return (1 - k) * (centred * p - q * share(lp, lq, k))
+    return -(q * share(lp, lq, k))
 
 
 def phi2(p, q, lp, lq, k, centred=0.0):
@@ -38,7 +38,7 @@ def phi2(p, q, lp, lq, k, centred=0.0):
 
 def slope1(p, q, lp, lq, k):
     """-inf where only p is 0 and k is 0, as the loss is +inf there."""
-    return (k - 1) * m.exp(gap(lp, lq, k))
+    return -m.exp(gap(lp, lq, k))
 
 
 def slope2(p, q, lp, lq, k):
@@ -46,8 +46,12 @@ def slope2(p, q, lp, lq, k):
     return m.where(q == 0.0, 0.0, teacher_slope(lp, lq, k, 0.0))
 
 
+def scale(k):
+    return 1 - k, 1.0
+
+
 def centre(k):
-    return 1 - k, k - 1
+    return 0.0, k - 1
 
 
 def log_mixture(lp, lq, k):
@@ -88,6 +92,7 @@ KL = Divergence(
     phi2=phi2,
     slope1=slope1,
     slope2=slope2,
+    scale=scale,
     centre=centre,
     reference=reference,
     spellings={"log_probs": of_log_probs, "probs": of_probs, "written_out": written_out},

@@ -31,9 +31,12 @@ def slope2(p, q, lp, lq, k):
     return kl_slope1(q, p, lq, lp, k)
 
 
+def scale(k):
+    return KL.scale(k)[::-1]
+
+
 def centre(k):
-    c1, c2 = KL.centre(k)
-    return c2, c1
+    return KL.centre(k)[::-1]
 
 
 def reference(lp, lq, k):
@@ -61,6 +64,7 @@ REVERSE_KL = Divergence(
     phi2=phi2,
     slope1=slope1,
     slope2=slope2,
+    scale=scale,
     centre=centre,
     reference=reference,
     spellings={"log_probs": of_log_probs, "written_out": written_out},

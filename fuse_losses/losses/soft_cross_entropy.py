@@ -41,8 +41,12 @@ def slope2(p, q, lp, lq, k):
     return bits(lp, lq, k) - (0.0 if k == 0 else k * m.exp(mixed(lp, lq, k)[1]))
 
 
+def scale(k):
+    return 1 - k, 1.0
+
+
 def centre(k):
-    return 1 - k, 0.0  # for the teacher p == q is nothing special
+    return 0.0, 0.0
 
 
 def reference(lp, lq, k):
@@ -73,6 +77,7 @@ SOFT_CROSS_ENTROPY = Divergence(
     phi2=phi2,
     slope1=slope1,
     slope2=slope2,
+    scale=scale,
     centre=centre,
     reference=reference,
     spellings={"probs": of_probs, "written_out": written_out},

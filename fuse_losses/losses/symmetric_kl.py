@@ -31,6 +31,10 @@ def slope2(p, q, lp, lq, k):
     return (1 - k) * (d + 1) - k * m.exp(-d)
 
 
+def scale(k):
+    return 1.0, 1.0
+
+
 def centre(k):
     return 1 - 2 * k, 2 * k - 1
 
@@ -61,6 +65,7 @@ SYMMETRIC_KL = Divergence(
     phi2=phi2,
     slope1=slope1,
     slope2=slope2,
+    scale=scale,
     centre=centre,
     reference=reference,
     spellings={"log_probs": of_log_probs, "probs": of_probs},

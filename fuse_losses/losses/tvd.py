@@ -18,11 +18,15 @@ def phi2(p, q, lp, lq, k, centred=0.0):
 
 def slope1(p, q, lp, lq, k):
     """0 where p == q, as PyTorch's `abs` has it."""
-    return m.where(p > q, 0.5, m.where(p < q, -0.5, 0.0 * p))
+    return m.where(p > q, 1.0, m.where(p < q, -1.0, 0.0 * p))
 
 
 def slope2(p, q, lp, lq, k):
     return slope1(q, p, lq, lp, k)
+
+
+def scale(k):
+    return 0.5, 0.5
 
 
 def centre(k):
@@ -52,6 +56,7 @@ TVD = Divergence(
     phi2=phi2,
     slope1=slope1,
     slope2=slope2,
+    scale=scale,
     centre=centre,
     reference=reference,
     spellings={"halved": halved, "log_probs": of_log_probs},

@@ -3,8 +3,8 @@
 The row-kernel interface, shared with `kernels.triton.paired`. Every function works on one chunk of two sides: student
 p and teacher q, whose values [C, V] may have any float dtypes and strides, a `Divergence` and its parameter k. Per-row
 values are contiguous [C] in float32 (float64 where a side is float64); `statistics` is [6, C]: row maximum and
-`log(sum(exp(z - maximum)))` of p, the same of q, and the sums over the row of the centred phi1 and phi2, those of a
-side that is given as logits and is `needed`; it may be strided in its first dim.
+`log(sum(exp(z - maximum)))` of p, the same of q, and sum(phi1) / sum(p) and sum(phi2) / sum(q) over the row, centred,
+for a side that is given as logits and is `needed`; it may be strided in its first dim.
 
 `p_out` and `q_out` [C, V] receive the gradient with respect to a side's values, or are None. Each may share its memory
 with that side's values, row by row, and may be narrower than they are. A row whose `weight` is 0 gets a gradient of
@@ -42,12 +42,13 @@ def paired_fwd(
         _statistics_into(side, rows)
     row = _row(_read(p, statistics[0:2]), _read(q, statistics[2:4]), k)
     torch.sum(divergence.phi(*row), 1, out=d)
-    for side, derivative, need, out in (
-        (p, divergence.phi1, needed[0], statistics[4]),
-        (q, divergence.phi2, needed[1], statistics[5]),
+    for side, derivative, need, prob, out in (
+        (p, divergence.phi1, needed[0], row[0], statistics[4]),
+        (q, divergence.phi2, needed[1], row[1], statistics[5]),
     ):
         if need and side.form == "logits":
             torch.sum(derivative(*row, 1.0), 1, out=out)
+            out /= prob.sum(1)
         else:
             out.zero_()
 
@@ -65,17 +66,17 @@ def paired_bwd(
     """Write `weight` times the gradients of the divergence; the statistics are `paired_fwd`'s."""
     p_read, q_read = _read(p, statistics[0:2]), _read(q, statistics[2:4])
     row = _row(p_read, q_read, k)
+    p_scale, q_scale = divergence.scale(k)
     grads = [
-        (out, _gradient(side, read, row, derivative, by_prob, total))
-        for out, side, read, derivative, by_prob, total in (
-            (p_out, p, p_read, divergence.phi1, divergence.slope1, statistics[4]),
-            (q_out, q, q_read, divergence.phi2, divergence.slope2, statistics[5]),
+        (out, _gradient(side, read, row, derivative, by_prob, mean), (weight * scale).unsqueeze(1))
+        for out, side, read, derivative, by_prob, mean, scale in (
+            (p_out, p, p_read, divergence.phi1, divergence.slope1, statistics[4], p_scale),
+            (q_out, q, q_read, divergence.phi2, divergence.slope2, statistics[5], q_scale),
         )
         if out is not None
     ]
-    for out, grad in grads:
-        grad = torch.where((weight == 0).unsqueeze(1), 0.0, grad * weight.unsqueeze(1))
-        out.copy_(grad)
+    for out, grad, factor in grads:  # when both sides have been read
+        out.copy_(torch.where(factor == 0, 0.0, grad * factor))
 
 
 def paired_fwd_bwd(
@@ -125,10 +126,10 @@ def _row(p: _Read, q: _Read, k: float) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     return p.prob, q.prob, p.log_prob, q.log_prob, k
 
 
-def _gradient(side: Side, read: _Read, row, derivative, by_prob, total: Tensor) -> Tensor:
-    """Gradient [C, V] of the divergence with respect to a side's values."""
+def _gradient(side: Side, read: _Read, row, derivative, by_prob, mean: Tensor) -> Tensor:
+    """Gradient [C, V] of the divergence with respect to a side's values, less its scale."""
     if side.form == "probs":
         return by_prob(*row)
     if side.form == "log_probs":
         return derivative(*row)
-    return (derivative(*row, 1.0) - read.prob * total.unsqueeze(1)) * read.slope
+    return (derivative(*row, 1.0) - read.prob * mean.unsqueeze(1)) * read.slope

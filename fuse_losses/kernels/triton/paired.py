@@ -102,21 +102,23 @@ def _load(row, cols, vocab, top, log_sum, FORM: tl.constexpr, SQUASH: tl.constex
 
 @triton.jit
 def _sums_tile(
-    p, q, cols, vocab, p_top, p_log_sum, q_top, q_log_sum, d, p_sum, q_sum, K: tl.constexpr,
+    p, q, cols, vocab, p_top, p_log_sum, q_top, q_log_sum, d, p_sum, p_mass, q_sum, q_mass, K: tl.constexpr,
     P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr,
     PHI: tl.constexpr, PHI1: tl.constexpr, PHI2: tl.constexpr, P_SUM: tl.constexpr, Q_SUM: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile to the per-lane sums of phi and of the centred phi1 and phi2."""
+    """Add a tile to the per-lane sums of phi, the centred phi1 and p, the centred phi2 and q."""
     p_prob, lp, _ = _load(p, cols, vocab, p_top, p_log_sum, P_FORM, P_SQUASH, MASKED)
     q_prob, lq, _ = _load(q, cols, vocab, q_top, q_log_sum, Q_FORM, Q_SQUASH, MASKED)
     inside = cols < vocab if MASKED else True
     d += tl.where(inside, PHI(p_prob, q_prob, lp, lq, K), 0.0)
     if P_SUM:
         p_sum += tl.where(inside, PHI1(p_prob, q_prob, lp, lq, K, 1.0), 0.0)
+        p_mass += p_prob
     if Q_SUM:
         q_sum += tl.where(inside, PHI2(p_prob, q_prob, lp, lq, K, 1.0), 0.0)
-    return d, p_sum, q_sum
+        q_mass += q_prob
+    return d, p_sum, p_mass, q_sum, q_mass
 
 
 @triton.jit
@@ -126,22 +128,26 @@ def _sums(
     PHI: tl.constexpr, PHI1: tl.constexpr, PHI2: tl.constexpr, P_SUM: tl.constexpr, Q_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the row of phi and of the centred phi1 and phi2, 0 for those that are not asked for."""
+    """Over the row, sum(phi), sum(phi1) / sum(p) and sum(phi2) / sum(q), centred; only the first, unless asked for."""
     cols = tl.arange(0, BLOCK)
     d = tl.zeros([BLOCK], tl.float32)
     p_sum = tl.zeros([BLOCK], tl.float32)
     q_sum = tl.zeros([BLOCK], tl.float32)
+    p_mass = tl.zeros([BLOCK], tl.float32)
+    q_mass = tl.zeros([BLOCK], tl.float32)
     whole = vocab // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
-        d, p_sum, q_sum = _sums_tile(
-            p, q, start + cols, vocab, p_top, p_log_sum, q_top, q_log_sum, d, p_sum, q_sum, K,
+        d, p_sum, p_mass, q_sum, q_mass = _sums_tile(
+            p, q, start + cols, vocab, p_top, p_log_sum, q_top, q_log_sum, d, p_sum, p_mass, q_sum, q_mass, K,
             P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, PHI, PHI1, PHI2, P_SUM, Q_SUM, False,
         )  # fmt: skip
-    d, p_sum, q_sum = _sums_tile(
-        p, q, whole + cols, vocab, p_top, p_log_sum, q_top, q_log_sum, d, p_sum, q_sum, K,
+    d, p_sum, p_mass, q_sum, q_mass = _sums_tile(
+        p, q, whole + cols, vocab, p_top, p_log_sum, q_top, q_log_sum, d, p_sum, p_mass, q_sum, q_mass, K,
         P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, PHI, PHI1, PHI2, P_SUM, Q_SUM, True,
     )  # fmt: skip
-    return tl.sum(d, 0), tl.sum(p_sum, 0), tl.sum(q_sum, 0)
+    p_mean = tl.sum(p_sum, 0) / tl.sum(p_mass, 0) if P_SUM else 0.0
+    q_mean = tl.sum(q_sum, 0) / tl.sum(q_mass, 0) if Q_SUM else 0.0
+    return tl.sum(d, 0), p_mean, q_mean
 
 
 @triton.jit
@@ -155,12 +161,12 @@ def _store(out_ptr, cols, vocab, col_stride, value, MASKED: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    p_prob, q_prob, lp, lq, own, z, total, weight, row, K: tl.constexpr,
+    p_prob, q_prob, lp, lq, own, z, mean, weight, row, K: tl.constexpr,
     FORM: tl.constexpr, DZ_DU: tl.constexpr, DERIVATIVE: tl.constexpr, BY_PROB: tl.constexpr,
 ):  # fmt: skip
     """`weight` times the gradient of one side, whose probabilities are `own`, with respect to its values."""
     if FORM == "logits":
-        dz = DERIVATIVE(p_prob, q_prob, lp, lq, K, 1.0) - own * total
+        dz = DERIVATIVE(p_prob, q_prob, lp, lq, K, 1.0) - own * mean
         grad = weight * dz * DZ_DU(z, row.inner, row.outer)
     elif FORM == "log_probs":
         grad = weight * DERIVATIVE(p_prob, q_prob, lp, lq, K, 0.0)
@@ -172,10 +178,11 @@ def _gradient(
 @triton.jit
 def _gradients_tile(
     p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, cols, vocab, p_top, p_log_sum, q_top, q_log_sum,
-    p_total, q_total, weight, K: tl.constexpr,
+    p_mean, q_mean, weight, K: tl.constexpr,
     P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, P_DZ_DU: tl.constexpr,
     Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
     PHI1: tl.constexpr, SLOPE1: tl.constexpr, PHI2: tl.constexpr, SLOPE2: tl.constexpr,
+    A1: tl.constexpr, A2: tl.constexpr,
     P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     p_prob, lp, p_z = _load(p, cols, vocab, p_top, p_log_sum, P_FORM, P_SQUASH, MASKED)
@@ -186,12 +193,12 @@ def _gradients_tile(
         tl.debug_barrier()
     if P_OUT:
         grad = _gradient(
-            p_prob, q_prob, lp, lq, p_prob, p_z, p_total, weight, p, K, P_FORM, P_DZ_DU, PHI1, SLOPE1,
+            p_prob, q_prob, lp, lq, p_prob, p_z, p_mean, weight * A1, p, K, P_FORM, P_DZ_DU, PHI1, SLOPE1,
         )  # fmt: skip
         _store(p_out_ptr, cols, vocab, p_out_stride, grad, MASKED)
     if Q_OUT:
         grad = _gradient(
-            p_prob, q_prob, lp, lq, q_prob, q_z, q_total, weight, q, K, Q_FORM, Q_DZ_DU, PHI2, SLOPE2,
+            p_prob, q_prob, lp, lq, q_prob, q_z, q_mean, weight * A2, q, K, Q_FORM, Q_DZ_DU, PHI2, SLOPE2,
         )  # fmt: skip
         _store(q_out_ptr, cols, vocab, q_out_stride, grad, MASKED)
 
@@ -199,10 +206,11 @@ def _gradients_tile(
 @triton.jit
 def _gradients(
     p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, vocab, p_top, p_log_sum, q_top, q_log_sum,
-    p_total, q_total, weight, K: tl.constexpr,
+    p_mean, q_mean, weight, K: tl.constexpr,
     P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, P_DZ_DU: tl.constexpr,
     Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
     PHI1: tl.constexpr, SLOPE1: tl.constexpr, PHI2: tl.constexpr, SLOPE2: tl.constexpr,
+    A1: tl.constexpr, A2: tl.constexpr,
     P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, BLOCK)
@@ -210,13 +218,13 @@ def _gradients(
     for start in range(0, whole, BLOCK):
         _gradients_tile(
             p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, start + cols, vocab, p_top, p_log_sum,
-            q_top, q_log_sum, p_total, q_total, weight, K, P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU,
-            PHI1, SLOPE1, PHI2, SLOPE2, P_OUT, Q_OUT, SHARED, False,
+            q_top, q_log_sum, p_mean, q_mean, weight, K, P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU,
+            PHI1, SLOPE1, PHI2, SLOPE2, A1, A2, P_OUT, Q_OUT, SHARED, False,
         )  # fmt: skip
     _gradients_tile(
         p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, whole + cols, vocab, p_top, p_log_sum,
-        q_top, q_log_sum, p_total, q_total, weight, K, P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU,
-        PHI1, SLOPE1, PHI2, SLOPE2, P_OUT, Q_OUT, SHARED, True,
+        q_top, q_log_sum, p_mean, q_mean, weight, K, P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU,
+        PHI1, SLOPE1, PHI2, SLOPE2, A1, A2, P_OUT, Q_OUT, SHARED, True,
     )  # fmt: skip
 
 
@@ -246,7 +254,7 @@ def paired_fwd_kernel(
     p = Row(p_ptr + row * p_row_stride, p_col_stride, p_inner, p_outer)
     q = Row(q_ptr + row * q_row_stride, q_col_stride, q_inner, q_outer)
     p_top, p_log_sum, q_top, q_log_sum = _statistics(p, q, vocab, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, BLOCK)
-    d, p_total, q_total = _sums(
+    d, p_mean, q_mean = _sums(
         p, q, vocab, p_top, p_log_sum, q_top, q_log_sum, K, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH,
         PHI, PHI1, PHI2, P_SUM, Q_SUM, BLOCK,
     )  # fmt: skip
@@ -256,8 +264,8 @@ def paired_fwd_kernel(
     tl.store(statistics_ptr + statistics_stride, p_log_sum)
     tl.store(statistics_ptr + 2 * statistics_stride, q_top)
     tl.store(statistics_ptr + 3 * statistics_stride, q_log_sum)
-    tl.store(statistics_ptr + 4 * statistics_stride, p_total)
-    tl.store(statistics_ptr + 5 * statistics_stride, q_total)
+    tl.store(statistics_ptr + 4 * statistics_stride, p_mean)
+    tl.store(statistics_ptr + 5 * statistics_stride, q_mean)
 
 
 @triton.jit
@@ -268,6 +276,7 @@ def paired_bwd_kernel(
     P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, P_DZ_DU: tl.constexpr,
     Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
     PHI1: tl.constexpr, SLOPE1: tl.constexpr, PHI2: tl.constexpr, SLOPE2: tl.constexpr,
+    A1: tl.constexpr, A2: tl.constexpr,
     P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -285,7 +294,7 @@ def paired_bwd_kernel(
             tl.load(of_row), tl.load(of_row + statistics_stride), tl.load(of_row + 2 * statistics_stride),
             tl.load(of_row + 3 * statistics_stride), tl.load(of_row + 4 * statistics_stride),
             tl.load(of_row + 5 * statistics_stride), weight, K,
-            P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU, PHI1, SLOPE1, PHI2, SLOPE2,
+            P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU, PHI1, SLOPE1, PHI2, SLOPE2, A1, A2,
             P_OUT, Q_OUT, SHARED, BLOCK,
         )  # fmt: skip
 
@@ -298,6 +307,7 @@ def paired_fwd_bwd_kernel(
     P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, P_DZ_DU: tl.constexpr,
     Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
     PHI: tl.constexpr, PHI1: tl.constexpr, SLOPE1: tl.constexpr, PHI2: tl.constexpr, SLOPE2: tl.constexpr,
+    A1: tl.constexpr, A2: tl.constexpr,
     P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -311,7 +321,7 @@ def paired_fwd_bwd_kernel(
         p = Row(p_ptr + row * p_row_stride, p_col_stride, p_inner, p_outer)
         q = Row(q_ptr + row * q_row_stride, q_col_stride, q_inner, q_outer)
         p_top, p_log_sum, q_top, q_log_sum = _statistics(p, q, vocab, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, BLOCK)
-        d, p_total, q_total = _sums(
+        d, p_mean, q_mean = _sums(
             p, q, vocab, p_top, p_log_sum, q_top, q_log_sum, K, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH,
             PHI, PHI1, PHI2, P_OUT and P_FORM == "logits", Q_OUT and Q_FORM == "logits", BLOCK,
         )  # fmt: skip
@@ -319,8 +329,8 @@ def paired_fwd_bwd_kernel(
         tl.debug_barrier()  # every thread has read the row
         _gradients(
             p, q, p_out_ptr, p_out_col_stride, q_out_ptr, q_out_col_stride, vocab,
-            p_top, p_log_sum, q_top, q_log_sum, p_total, q_total, weight, K,
-            P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU, PHI1, SLOPE1, PHI2, SLOPE2,
+            p_top, p_log_sum, q_top, q_log_sum, p_mean, q_mean, weight, K,
+            P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU, PHI1, SLOPE1, PHI2, SLOPE2, A1, A2,
             P_OUT, Q_OUT, SHARED, BLOCK,
         )  # fmt: skip
 
@@ -353,7 +363,7 @@ def paired_bwd(
         paired_bwd_kernel[(p.values.shape[0],)](
             weight_ptr=weight, statistics_ptr=statistics, statistics_stride=statistics.stride(0),
             **_read("p", p), **_read("q", q), **_written("p", p, p_out), **_written("q", q, q_out),
-            **_derivatives(divergence), SHARED=_shared(p, p_out) or _shared(q, q_out), **_shape(p.values), K=k,
+            **_derivatives(divergence, k), SHARED=_shared(p, p_out) or _shared(q, q_out), **_shape(p.values), K=k,
         )  # fmt: skip
 
 
@@ -372,7 +382,7 @@ def paired_fwd_bwd(
         paired_fwd_bwd_kernel[(p.values.shape[0],)](
             weight_ptr=weight, d_ptr=d, PHI=jitted(divergence.phi),
             **_read("p", p), **_read("q", q), **_written("p", p, p_out), **_written("q", q, q_out),
-            **_derivatives(divergence), SHARED=_shared(p, p_out) or _shared(q, q_out), **_shape(p.values), K=k,
+            **_derivatives(divergence, k), SHARED=_shared(p, p_out) or _shared(q, q_out), **_shape(p.values), K=k,
         )  # fmt: skip
 
 
@@ -408,12 +418,14 @@ def _written(name: str, side: Side, out: Tensor | None) -> dict[str, Any]:
     }
 
 
-def _derivatives(divergence: Divergence) -> dict[str, Any]:
+def _derivatives(divergence: Divergence, k: float) -> dict[str, Any]:
     return {
         "PHI1": jitted(divergence.phi1),
         "SLOPE1": jitted(divergence.slope1),
         "PHI2": jitted(divergence.phi2),
         "SLOPE2": jitted(divergence.slope2),
+        "A1": divergence.scale(k)[0],
+        "A2": divergence.scale(k)[1],
     }
 
 
