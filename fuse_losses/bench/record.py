@@ -26,7 +26,7 @@ class Row:
     peak_mib: float | None = None
     loss: float | None = None
     floor_ms: float | None = None
-    fused: int | None = None  # heads that fuse_losses fused
+    fused: int | None = None  # heads that fuse_losses fused in the graphs of this case, so far
     queued_ms: float | None = None  # the kernels alone, launched ahead
     loss_error: float | None = None  # from float64, relative
     gradient_error: float | None = None

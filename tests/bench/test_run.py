@@ -40,7 +40,7 @@ def test_every_peer_agrees_on_the_loss(workload: str) -> None:
     assert all(row.gradient_error <= 2 * eager.gradient_error for row in others)
     assert all(row.overwrites is (None if workload == "llama-1b" else False) for row in measured)
     if workload not in ("tvd", "jsd"):  # distributions that are given are not recognised yet
-        assert all(row.fused == 1 for row in measured if row.peer == "fuse_losses")
+        assert all(row.fused for row in measured if row.peer == "fuse_losses")
 
 
 def test_a_peer_that_fails_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
