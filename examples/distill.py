@@ -33,10 +33,12 @@ class Distillation(Setup):
 def choose_setup(tiny: bool) -> Distillation:
     if tiny:
         student, teacher = llama(32, 64, 1, 2, 1, 8_192), llama(64, 128, 1, 2, 1, 8_192)
-        return Distillation("toy", student, length=128, vocab=8_192, text_mb=2, teacher=teacher, lessons=2)
+        name = "A toy Llama and its teacher"
+        return Distillation(name, student, length=128, vocab=8_192, text_mb=2, teacher=teacher, lessons=2)
     if not torch.cuda.is_available():
-        student, teacher = llama(128, 384, 2, 4, 2, 16_000), llama(256, 768, 2, 4, 2, 16_000)
-        return Distillation("A small Llama and its teacher", student, vocab=16_000, text_mb=6, teacher=teacher)
+        student, teacher = llama(128, 384, 1, 4, 2, 16_000), llama(256, 768, 2, 4, 2, 16_000)
+        name = "A small Llama and its teacher"
+        return Distillation(name, student, length=256, vocab=16_000, text_mb=6, teacher=teacher)
     return Distillation(
         "A Llama and its teacher",
         llama(1024, 4096, 8, 16, 8, 128_256),
@@ -89,7 +91,7 @@ def taught(setup: Distillation, batches: list[torch.Tensor]) -> tuple[LlamaForCa
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = arguments("distill.py", __doc__).parse_args(argv)
+    args = arguments("distill.py", __doc__, steps=5).parse_args(argv)
     setup, console = choose_setup(args.tiny), Console()
     batches = read_text(setup, setup.lessons + args.steps + 1, console)
     with console.status("Training the teacher"):

@@ -254,9 +254,9 @@ def verdict(runs: dict[str, Run], setup: Setup) -> tuple[bool, str]:
     )
 
 
-def arguments(name: str, about: str | None) -> argparse.ArgumentParser:
+def arguments(name: str, about: str | None, steps: int = 8) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(name, description=(about or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=8, help="training steps for each backend (default 8)")
+    parser.add_argument("--steps", type=int, default=steps, help=f"training steps for each backend (default {steps})")
     parser.add_argument("--tiny", action="store_true", help="a toy model on the CPU, in seconds")
     return parser
 
