@@ -141,19 +141,35 @@ class Run:
         return ((a - b) / b).abs().max().item()
 
 
-def train(backend: str, setup: Setup, batches: list[torch.Tensor], tick: Callable[[], object]) -> Run:
-    """Train on all batches but the last, which is the step whose memory is recorded."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+LossOf = Callable[[torch.Tensor], torch.Tensor]  # labels [batch, length] -> mean loss
+
+
+def language_model(setup: Setup) -> tuple[LlamaForCausalLM, LossOf]:
+    """The model that is trained, and its loss as users write it."""
     model = LlamaForCausalLM(setup.config).to(setup.device, setup.dtype)
     if setup.checkpointing:
         # transformers is renaming it
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=setup.rate, fused=True)
 
     def loss_of(labels: torch.Tensor) -> torch.Tensor:
         return model(input_ids=labels.clamp(min=0), labels=labels).loss
+
+    return model, loss_of
+
+
+def train(
+    backend: str,
+    setup: Setup,
+    learner: Callable[[Setup], tuple[torch.nn.Module, LossOf]],
+    batches: list[torch.Tensor],
+    tick: Callable[[], object],
+) -> Run:
+    """Train what `learner` makes on all batches but the last, which is the step whose memory is recorded."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, loss_of = learner(setup)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=setup.rate, fused=True)
 
     if backend != "eager":
         loss_of = torch.compile(loss_of, backend=backend)
@@ -238,19 +254,19 @@ def verdict(runs: dict[str, Run], setup: Setup) -> tuple[bool, str]:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("fuse-losses demo", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=8, help="training steps for each backend (default 8)")
-    parser.add_argument("--out", type=Path, default=Path("demo-memory.png"), help="where the plot goes")
+def arguments(name: str, about: str | None, steps: int = 8) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(name, description=(about or "").split("\n")[0])
+    parser.add_argument("--steps", type=int, default=steps, help=f"training steps for each backend (default {steps})")
     parser.add_argument("--tiny", action="store_true", help="a toy model on the CPU, in seconds")
-    args = parser.parse_args(argv)
-    setup, console = choose_setup(args.tiny), Console()
-    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # the model is in bfloat16 there
+    return parser
 
+
+def read_text(setup: Setup, count: int, console: Console) -> list[torch.Tensor]:
+    """`count` batches of the standard library; what was read and is trained is printed."""
     with console.status("Training a tokenizer on the standard library"):
         texts = stdlib_texts(setup.text_mb)
         tokenizer = train_tokenizer(texts, setup.vocab)
-        batches = make_batches(tokenizer, texts, setup, args.steps + 1)
+        batches = make_batches(tokenizer, texts, setup, count)
     padding = sum((labels == IGNORE).sum().item() for labels in batches) / sum(map(torch.numel, batches))
     console.print(
         f"{setup.name} from transformers, unmodified, on {setup.device}, {setup.dtype}. Text: {len(texts)} "
@@ -258,21 +274,46 @@ def main(argv: list[str] | None = None) -> int:
         f"A batch: {setup.batch} x {setup.length} tokens, {padding:.0%} padding.",
         highlight=False,
     )
+    return batches
+
+
+def compare(
+    setup: Setup,
+    learner: Callable[[Setup], tuple[torch.nn.Module, LossOf]],
+    batches: list[torch.Tensor],
+    console: Console,
+) -> dict[str, Run]:
+    """Train under every backend; the table of results and the report are printed."""
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # the model is in bfloat16 there
     runs: dict[str, Run] = {}
     columns = TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         for backend in BACKENDS:
-            task = progress.add_task(backend, total=args.steps + 1)
-            runs[backend] = train(backend, setup, batches, lambda task=task: progress.advance(task))
-
-    console.print(results_table(runs, f"{args.steps} training steps"))
+            task = progress.add_task(backend, total=len(batches))
+            runs[backend] = train(backend, setup, learner, batches, lambda task=task: progress.advance(task))
+    console.print(results_table(runs, f"{len(batches) - 1} training steps"))
     if report := runs[OURS].report:
         console.print(str(report), markup=False, highlight=False, soft_wrap=True)
-    plot_memory(runs, setup, args.out)
-    console.print(f"Memory over one step: {args.out.resolve()}", highlight=False, soft_wrap=True)
+    return runs
+
+
+def conclude(runs: dict[str, Run], setup: Setup, console: Console) -> int:
+    """Print the verdict; 0 if the demonstration holds."""
     holds, sentence = verdict(runs, setup)
     console.print(sentence, style="bold" if holds else "bold red", markup=False, highlight=False)
     return 0 if holds else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments("fuse-losses demo", __doc__)
+    parser.add_argument("--out", type=Path, default=Path("demo-memory.png"), help="where the plot goes")
+    args = parser.parse_args(argv)
+    setup, console = choose_setup(args.tiny), Console()
+    batches = read_text(setup, args.steps + 1, console)
+    runs = compare(setup, language_model, batches, console)
+    plot_memory(runs, setup, args.out)
+    console.print(f"Memory over one step: {args.out.resolve()}", highlight=False, soft_wrap=True)
+    return conclude(runs, setup, console)
 
 
 if __name__ == "__main__":

@@ -45,17 +45,24 @@ def _demo_script() -> Path:
 
 
 @main.command()
-@click.option("--workload", default="llama-1b", show_default=True, help="One of: llama-1b, linear-ce.")
+@click.option(
+    "--workload",
+    default="llama-1b",
+    show_default=True,
+    help="One of: llama-1b, linear-ce, megatron-ce, ce, tvd, jsd, linear-jsd; index: the last five.",
+)
 @click.option("--tokens", type=int, help="Tokens of a step; the workload's own number when left out.")
-@click.option("--repeats", type=int, default=10, show_default=True, help="Timed repeats, after the warm-up.")
+@click.option("--sizes", help="Of the workload's sizes only these, separated by commas.")
+@click.option("--repeats", type=int, help="Timed repeats, after the warm-up; the workload's own when left out.")
 @click.option("--peers", help="Separated by semicolons; all of them when left out.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the record here, as JSON.")
+@click.option("--out", type=click.Path(path_type=Path), help="The record, JSON, written after each row.")
 @click.option("--commit", help="The commit that is measured, where the tree carries no git.")
 @click.option("--smoke", is_flag=True, help="Toy sizes, in seconds, on any machine: does it run at all?")
 def bench(
     workload: str,
     tokens: int | None,
-    repeats: int,
+    sizes: str | None,
+    repeats: int | None,
     peers: str | None,
     out: Path | None,
     commit: str | None,
@@ -66,11 +73,14 @@ def bench(
 
     names = tuple(peers.split(";")) if peers else None
     try:
-        record = run.run(workload, tokens, repeats, names, smoke, commit)
+        only = tuple(map(int, sizes.split(","))) if sizes else None
+    except ValueError as error:
+        raise click.BadParameter("whole numbers, separated by commas", param_hint="--sizes") from error
+    try:
+        run.run(workload, tokens, repeats, names, smoke, commit, sizes=only, out=out)
     except run.BenchError as error:
         raise click.ClickException(str(error)) from error
     if out:
-        record.save(out)
         click.echo(f"record: {out}")
 
 

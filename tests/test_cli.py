@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import fuse_losses
+from fuse_losses.bench.workloads import WORKLOADS
 from fuse_losses.cli import main
 
 
@@ -35,11 +36,26 @@ def test_demo_help_is_the_help_of_the_example() -> None:
     assert "--steps" in result.output
 
 
-@pytest.mark.parametrize("arguments", [("--workload", "nothing"), ("--smoke", "--peers", "nobody")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--workload", "nothing"), ("--smoke", "--peers", "nobody"), ("--workload", "ce", "--sizes", "4096,5")],
+)
 def test_bench_names_what_there_is(arguments: tuple[str, ...]) -> None:
     result = invoke("bench", *arguments)
     assert result.exit_code == 1
     assert "there are:" in result.output
+
+
+def test_bench_help_names_every_workload() -> None:
+    words = (
+        invoke("bench", "--help").output.replace(",", " ").replace(";", " ").replace(":", " ").replace(".", " ").split()
+    )
+    assert set(WORKLOADS) <= set(words)
+
+
+def test_sizes_that_are_no_numbers_are_a_usage_error() -> None:
+    result = invoke("bench", "--sizes", "large")
+    assert result.exit_code == 2 and "--sizes" in result.output
 
 
 def test_it_runs_as_a_module() -> None:

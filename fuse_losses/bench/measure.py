@@ -17,6 +17,7 @@ import torch
 from torch.autograd import DeviceType
 
 MIB = 2**20
+SPIN_CYCLES = 10_000_000  # about 5 ms, longer than any step here takes to launch
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,13 @@ def time_step(
     repeats: int,
     warmup: int,
     before: Callable[[], object] | None = None,
+    queued: bool = False,
 ) -> Timing:
     """Time `step`; `before` runs ahead of each repeat, outside the timed part (say, to drop the gradients).
 
-    On CUDA the L2 cache is flushed before each repeat, so that inputs come from memory, as in training.
+    On CUDA the L2 cache is flushed before each repeat, so that inputs come from memory, as in training. If `queued`,
+    the GPU is kept busy until the step's kernels have been launched, so that the time is theirs, as in a CUDA graph;
+    a step that waits for the GPU in its middle still shows the launches after that.
     """
     for _ in range(warmup):
         if before:
@@ -64,6 +68,8 @@ def time_step(
         if before:
             before()
         flush.zero_()
+        if queued:
+            torch.cuda._sleep(SPIN_CYCLES)
         start.record()
         step()
         end.record()

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Head = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden [N, H], weight [V, H], labels [N]) -> mean loss
+Head = Callable[..., Tensor]  # (hidden [N, H], weight [V, H], labels [N]) -> mean loss
 OURS = "fuse_losses"
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def plain_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The head as transformers writes it: bf16 logits, the loss in float32."""
-    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+def plain_head(hidden: Tensor, weight: Tensor, labels: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
+    """The head as transformers writes it: bf16 logits, the loss in float32 (`wide`; the reference's is float64)."""
+    return F.cross_entropy(F.linear(hidden, weight).to(wide), labels)
 
 
 def _liger_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

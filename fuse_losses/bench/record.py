@@ -26,12 +26,20 @@ class Row:
     peak_mib: float | None = None
     loss: float | None = None
     floor_ms: float | None = None
-    fused: int | None = None  # heads that fuse_losses fused
+    fused: int | None = None  # heads that fuse_losses fused in the graphs of this case, so far
+    queued_ms: float | None = None  # the kernels alone, launched ahead
+    loss_error: float | None = None  # from float64, relative
+    gradient_error: float | None = None
+    overwrites: bool | None = None  # the peer wrote into its inputs
 
     @property
     def ratio(self) -> float | None:
         """Time over the floor, where the case has one."""
         return self.timing.median / self.floor_ms if self.timing and self.floor_ms else None
+
+    @property
+    def queued_ratio(self) -> float | None:
+        return self.queued_ms / self.floor_ms if self.queued_ms and self.floor_ms else None
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,7 @@ def _versions(device: str) -> dict[str, str | None]:
     import torch
 
     names = dict.fromkeys([OURS, "torch", "triton", "transformers", *(peer.package for peer in PEERS)])
+    names["nvidia-cutlass-dsl"] = None  # with it Liger prefers other kernels than Triton's
     versions: dict[str, str | None] = {name: version(name) for name in names}
     versions["torch"] = torch.__version__
     versions["python"] = platform.python_version()

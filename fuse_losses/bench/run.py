@@ -3,52 +3,61 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from fuse_losses.bench.case import BenchError, Case, NotApplicable, Step, Workload
 from fuse_losses.bench.measure import MIB, clear, copy_bandwidth, matmul_rate, peak_memory, time_step
 from fuse_losses.bench.peers import OURS, PEERS, Peer
 from fuse_losses.bench.record import Record, Row, here
 from fuse_losses.bench.table import text_tables
-from fuse_losses.bench.workloads import WORKLOADS, Case, NotApplicable
+from fuse_losses.bench.workloads import WORKLOADS
 
-
-class BenchError(ValueError):
-    """A workload or a peer that does not exist."""
+QUEUED_BELOW_MS = 5.0  # in longer steps the launches hide behind the kernels anyway
 
 
 def run(
     workload: str,
     tokens: int | None = None,
-    repeats: int = 10,
+    repeats: int | None = None,
     peers: tuple[str, ...] | None = None,
     smoke: bool = False,
     commit: str | None = None,
     device: str | None = None,
     console: Console | None = None,
+    sizes: tuple[int, ...] | None = None,
+    out: Path | None = None,
 ) -> Record:
-    """Measure `workload` and print its tables. A peer that is missing or fails is a row that says so."""
+    """Measure `workload` and print its tables. A peer that is missing or fails is a row that says so.
+
+    The record is written to `out` after every row, so that what was measured outlives an interruption.
+    """
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # no product here is in float32
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     console = console or Console()
     if workload not in WORKLOADS:
         raise BenchError(f"no workload {workload!r}; there are: {', '.join(WORKLOADS)}")
-    chosen = [_peer(name) for name in peers] if peers else list(PEERS)
     plan = WORKLOADS[workload](tokens=tokens, smoke=smoke)
+    repeats = repeats or plan.repeats
+    chosen = [_peer(name) for name in peers or plan.peers or [peer.name for peer in PEERS]]
+    cases = _cases(plan, sizes)
     roofs = {
         "copy_bytes_per_second": copy_bandwidth(device),
         "matmul_bf16_flops_per_second": matmul_rate(device, torch.bfloat16),
     }
-    origin = here(device, commit)
-    rows = []
-    for case in plan.cases:
-        for peer in chosen:
-            with console.status(f"{case.name}, {case.phase}: {peer.name}"):
-                floor = None if smoke else _floor_ms(case, roofs)
-                rows.append(_measure(case, peer, device, repeats, floor))
     parameters = {**plan.parameters, "repeats": repeats, "smoke": smoke}
-    record = Record(plan.name, parameters, origin, roofs, tuple(rows))
+    record = Record(plan.name, parameters, here(device, commit), roofs)
+    for case in cases:
+        for peer in chosen:
+            with console.status(f"{case.name}: {peer.name}"):
+                for row in _rows(case, peer, device, repeats, None if smoke else roofs):
+                    record = replace(record, rows=(*record.rows, row))
+                    if out:
+                        record.save(out)
     console.print(*text_tables(record), sep="\n")
     return record
 
@@ -60,33 +69,56 @@ def _peer(name: str) -> Peer:
     raise BenchError(f"no peer {name!r}; there are: {'; '.join(peer.name for peer in PEERS)}")
 
 
-def _floor_ms(case: Case, roofs: dict[str, float]) -> float | None:
-    """The larger of the bytes over the copy bandwidth and the flops over the matmul rate."""
-    if case.flops is None or case.bytes is None:
-        return None
-    memory = case.bytes / roofs["copy_bytes_per_second"]
-    return 1e3 * max(memory, case.flops / roofs["matmul_bf16_flops_per_second"])
+def _cases(plan: Workload, sizes: tuple[int, ...] | None) -> list[Case]:
+    there = dict.fromkeys(case.size for case in plan.cases)
+    if unknown := set(sizes or ()).difference(there):
+        raise BenchError(f"no size {min(unknown)} in {plan.name}; there are: {', '.join(map(str, there))}")
+    return [case for case in plan.cases if not sizes or case.size in sizes]
 
 
-def _measure(case: Case, peer: Peer, device: str, repeats: int, floor: float | None) -> Row:
-    row = {"case": case.name, "phase": case.phase, "peer": peer.name, "floor_ms": floor}
-    if reason := peer.missing(device):
-        return Row(**row, status=reason)
+def _rows(case: Case, peer: Peer, device: str, repeats: int, roofs: dict[str, float] | None) -> Iterator[Row]:
+    """One peer in all phases, with one set of inputs; they are gone when the last row is taken."""
     torch._dynamo.reset()
-    clear(device)
-    try:
-        step = case.build(peer, device)
-        loss = step.run().item()
+    steps: Mapping[str, Step] = {}
+    reason = peer.missing(device)
+    for phase in case.phases:
+        blank = Row(case.name, phase.name, peer.name, floor_ms=phase.floor_ms(roofs) if roofs else None)
+        if not reason:
+            clear(device)
+        try:
+            steps = steps or ({} if reason else case.build(peer, device))
+            row = replace(blank, status=reason) if reason else _measured(blank, steps[phase.name], device, repeats)
+        except NotApplicable as why:
+            row = replace(blank, status=str(why))
+        except Exception as error:  # a peer's failure is a result, and is written down as one
+            said = str(error).strip().split("\n")[0]
+            row = replace(blank, status=f"{type(error).__name__}: {said[:200]}")
+        yield row
+
+
+def _measured(blank: Row, step: Step, device: str, repeats: int) -> Row:
+    check = step.check() if step.check else None
+    loss = step.run().mean().item()
+    step.clear()
+    timing = time_step(step.run, device, repeats, warmup=3, before=step.clear)
+    queued = None
+    if device == "cuda" and blank.floor_ms and timing.median < QUEUED_BELOW_MS:
+        queued = time_step(step.run, device, repeats, warmup=1, before=step.clear, queued=True).median
+    if not step.gradients_stay:
         step.clear()
-        timing = time_step(step.run, device, repeats, warmup=3, before=step.clear)
-        if not step.gradients_stay:
-            step.clear()
-        peak = peak_memory(step.run, device) / MIB
-    except NotApplicable as reason:
-        return Row(**row, status=str(reason))
-    except Exception as error:  # a peer's failure is a result, and is written down as one
-        return Row(**row, status=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
-    return Row(**row, timing=timing, peak_mib=peak, loss=loss, fused=_fused() if peer.name == OURS else None)
+    peak = peak_memory(step.run, device) / MIB
+    step.clear()
+    return replace(
+        blank,
+        timing=timing,
+        queued_ms=queued,
+        peak_mib=peak,
+        loss=loss,
+        loss_error=check.errors.loss if check else None,
+        gradient_error=check.errors.gradient if check else None,
+        overwrites=check.overwrites if check else None,
+        fused=_fused() if blank.peer == OURS else None,
+    )
 
 
 def _fused() -> int:

@@ -1,60 +1,18 @@
-"""What is measured: whole training steps of a language model, and its linear head alone."""
+"""What is measured: whole training steps of a language model, its linear head alone, and the tables of an index."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fuse_losses.bench.case import FORWARD, FULL, Case, NotApplicable, Phase, Step, Workload, upstream
+from fuse_losses.bench.index import INDEX
+from fuse_losses.bench.losses import Data, linear_head, loss_case
 from fuse_losses.bench.peers import Peer, plain_head
-
-FULL = "forward+backward"
-FORWARD = "forward, no gradient"
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step to time. `clear` drops the gradients, untimed.
-
-    Where `gradients_stay`, those of the step before are resident while the memory is measured, and so do not count.
-    """
-
-    run: Callable[[], Tensor]
-    clear: Callable[[], None]
-    gradients_stay: bool = False
-
-
-class NotApplicable(Exception):
-    """A peer that cannot do a case; the message says why."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One size in one phase, with the work that cannot be avoided. `build` makes all of it for one peer."""
-
-    name: str
-    phase: str
-    build: Callable[[Peer, str], Step]
-    flops: float | None = None
-    bytes: float | None = None
-
-
-@dataclass(frozen=True)
-class Workload:
-    name: str
-    parameters: dict[str, Any]
-    cases: tuple[Case, ...]
-
-
-def upstream(device: str) -> Tensor:
-    """A gradient of the loss that is not 1, so that a kernel which assumes 1 gains nothing."""
-    return 0.5 + torch.rand((), device=device)
-
 
 # ---- the linear head alone
 
@@ -65,8 +23,10 @@ class HeadSize:
     vocab: int
     tokens: int
 
-    def __str__(self) -> str:
-        return f"H={self.hidden} V={self.vocab} T={self.tokens}"
+    def data(self, device: str) -> Data:
+        hidden, weight = linear_head(self.tokens, self.hidden, self.vocab, device)
+        labels = torch.randint(self.vocab, (self.tokens,), device=device)
+        return Data((hidden, weight, labels), learns=(0, 1), shared=frozenset({1}))
 
 
 HEADS = (HeadSize(4096, 128256, 8192), HeadSize(2304, 256000, 8192), HeadSize(896, 151936, 16384))
@@ -76,38 +36,12 @@ SMOKE_HEADS = (HeadSize(64, 8192, 128),)
 def linear_ce(tokens: int | None = None, smoke: bool = False) -> Workload:
     """bf16 linear + cross entropy at the sizes of real models; the gradients count as memory."""
     sizes = [HeadSize(s.hidden, s.vocab, tokens or s.tokens) for s in (SMOKE_HEADS if smoke else HEADS)]
-    parameters = {"heads": [vars(size) for size in sizes], "dtype": "bfloat16"}
-    return Workload("linear-ce", parameters, tuple(_head_case(s, phase) for s in sizes for phase in (FULL, FORWARD)))
-
-
-def _head_case(size: HeadSize, phase: str) -> Case:
-    product = 2.0 * size.tokens * size.hidden * size.vocab
-    inputs = 2.0 * (size.tokens + size.vocab) * size.hidden + 8 * size.tokens
-    gradients = 2.0 * (size.tokens + size.vocab) * size.hidden
-    train = phase == FULL
-
-    def build(peer: Peer, device: str) -> Step:
-        torch.manual_seed(0)
-        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-        hidden = torch.randn(size.tokens, size.hidden, **options).requires_grad_(train)
-        weight = (torch.randn(size.vocab, size.hidden, **options) / math.sqrt(size.hidden)).requires_grad_(train)
-        labels = torch.randint(size.vocab, (size.tokens,), device=device)
-        gradient = upstream(device)
-        head = peer.compile(peer.head)
-
-        def run() -> Tensor:
-            with nullcontext() if train else torch.no_grad():
-                loss = head(hidden, weight, labels)
-            if train:
-                loss.backward(gradient.to(loss.dtype))
-            return loss.detach()
-
-        def clear() -> None:
-            hidden.grad = weight.grad = None
-
-        return Step(run, clear)
-
-    return Case(str(size), phase, build, flops=product * (3 if train else 1), bytes=inputs + gradients * train)
+    cases = tuple(
+        loss_case("linear-ce", size.tokens, size.data, plain_head, lambda peer: peer.head, phases=(FULL, FORWARD))
+        for size in sizes
+    )
+    parameters = {"heads": [vars(size) for size in sizes], "dtype": "bfloat16", "reference": "float64, every row"}
+    return Workload("linear-ce", parameters, cases)
 
 
 # ---- whole training steps
@@ -145,7 +79,11 @@ def llama_1b(tokens: int | None = None, smoke: bool = False) -> Workload:
 
     def case(logits: bool) -> Case:
         name = f"T={tokens}, {'loss and logits' if logits else 'loss'} returned"
-        return Case(name, FULL, lambda peer, device: _llama_step(peer, device, config, tokens, length, logits))
+
+        def build(peer: Peer, device: str) -> dict[str, Step]:
+            return {FULL: _llama_step(peer, device, config, tokens, length, logits)}
+
+        return Case(name, tokens, (Phase(FULL),), build)
 
     parameters = {"config": config, "tokens": tokens, "sequence": length, "dtype": "bfloat16"}
     return Workload("llama-1b", parameters, (case(logits=False), case(logits=True)))
@@ -182,4 +120,4 @@ def _llama_step(peer: Peer, device: str, config: dict[str, Any], tokens: int, le
     return Step(run, clear=lambda: model.zero_grad(set_to_none=True), gradients_stay=True)
 
 
-WORKLOADS: dict[str, Callable[..., Workload]] = {"llama-1b": llama_1b, "linear-ce": linear_ce}
+WORKLOADS: dict[str, Callable[..., Workload]] = {"llama-1b": llama_1b, "linear-ce": linear_ce, **INDEX}

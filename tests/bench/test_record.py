@@ -37,11 +37,10 @@ def test_the_ratio_is_time_over_the_floor() -> None:
 
 
 def test_only_rows_of_one_case_stand_together() -> None:
-    assert [(title, len(rows)) for title, rows in sections(RECORD)] == [
-        ("T=1, forward", 2),
-        ("T=2, forward", 1),
-    ]
-    assert len(text_tables(RECORD)) == 2
+    apart = replace(RECORD, rows=(ROWS[0], ROWS[2], ROWS[1]))  # a peer after the other, as they are measured
+    for record in (RECORD, apart):
+        assert {title: len(rows) for title, rows in sections(record).items()} == {"T=1, forward": 2, "T=2, forward": 1}
+        assert len(text_tables(record)) == 2
 
 
 def test_markdown_holds_every_number_and_where_it_comes_from() -> None:
@@ -54,6 +53,16 @@ def test_markdown_holds_every_number_and_where_it_comes_from() -> None:
     assert "torch 2.13.0" in text and "liger-kernel" not in text
     assert "`0123456789ab`, with uncommitted changes" in text
     assert "uncommitted" not in markdown(replace(RECORD, origin=replace(ORIGIN, dirty=False)))
+
+
+def test_a_column_is_there_when_it_has_a_number() -> None:
+    checked = replace(ROWS[0], queued_ms=3.0, loss_error=1e-7, gradient_error=2.5e-6, overwrites=True)
+    text = markdown(replace(RECORD, rows=(checked, ROWS[1])))
+    assert "| x floor | queued x floor | peak MiB | loss | loss error | gradient error |" in text
+    assert "| eager: overwrites its input | 4.00 | 50% | 2.00 | 1.50 | 2,048 | 9.5000 | 1.0e-07 | 2.5e-06 |" in text
+    assert "error" not in markdown(RECORD) and "queued" not in markdown(RECORD)
+    short = replace(RECORD, rows=(replace(ROWS[0], timing=Timing(0.0204, 0.0204, 0.0204, 10), floor_ms=None),))
+    assert "| eager | 0.020 | 0% | 2,048 | 9.5000 |" in markdown(short)
 
 
 def test_the_origin_names_this_machine() -> None:
