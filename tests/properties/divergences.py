@@ -81,8 +81,8 @@ MIXTURES: dict[str, Mixture] = {
     "stack, logsumexp": _stacked,
     "stacked last": _stacked_last,
     "logaddexp": lambda s, t, k: torch.logaddexp(s.lp + math.log(1 - k), math.log(k) + t.lp),
-    "lerp": lambda s, t, k: torch.log(torch.lerp(s.p, t.p, k)),
-    "lerp of exps": lambda s, t, k: s.lp.exp().lerp(t.lp.exp(), k).log(),
+    "lerp": lambda s, t, k: torch.log(torch.lerp(s.p, t.p.type_as(s.p), k)),
+    "lerp of exps": lambda s, t, k: s.lp.exp().lerp(t.lp.exp().to(s.lp.dtype), k).log(),
     "sum of probs": lambda s, t, k: torch.log(k * t.p + (1 - k) * s.p),
 }
 

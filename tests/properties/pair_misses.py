@@ -89,10 +89,12 @@ MISSES: dict[str, PairMiss] = {
     "masked by value": PairMiss(lambda s, t, m, c: torch.where(t.p > 0.05, kl(s, t), 0.0).sum(-1)),
     "temperature of a row": PairMiss(lambda s, t, m, c: F.kl_div((s.z / (1 + m[..., None])).log_softmax(-1), t.p)),
     "weight of a mixture per row": PairMiss(
-        lambda s, t, m, c: (t.p * (t.lp - torch.log(torch.lerp(s.p, t.p, 0.2 + 0.5 * m[..., None])))).sum(-1)
+        lambda s, t, m, c: (
+            t.p * (t.lp - torch.log(torch.lerp(s.p.float(), t.p.float(), 0.2 + 0.5 * m[..., None])))
+        ).sum(-1)
     ),
     "weight of a mixture per class": PairMiss(
-        lambda s, t, m, c: (t.p * torch.log(torch.lerp(s.p, t.p, torch.sigmoid(c)))).sum(-1)
+        lambda s, t, m, c: (t.p * torch.log(torch.lerp(s.p.float(), t.p.float(), torch.sigmoid(c.float())))).sum(-1)
     ),
     # gradients that are cut
     "student's weight of reverse KL detached": PairMiss(lambda s, t, m, c: (s.p.detach() * (s.lp - t.lp)).sum(-1)),
