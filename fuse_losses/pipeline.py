@@ -234,7 +234,7 @@ def _slices(slicer: Slicer, graph: fx.Graph, region: Region, exits: Sequence[fx.
         slices = [_weighted(slicer, graph, region, slices[0]) or slices[0]]
     for part in slices:
         if any(p.given for p in region.products) and part.selects_rows:
-            reason = "rows are selected from logits that are given to this graph"
+            reason = "rows are selected or reordered of logits that are given to this graph"
             raise Declined("logits_sliced", reason, calls.user_line(part.exit))
     return slices
 
