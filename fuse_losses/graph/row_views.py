@@ -119,21 +119,6 @@ def _slice(state: RowAnalysis, node: fx.Node) -> Value:
     return Rowed(relabelled(source.labels, dim, "i")) if source.labels[dim] == "v" and few else source
 
 
-def padding(node: fx.Node) -> dict[int, tuple[Any, Any]]:
-    """How much a constant_pad_nd adds before and behind each dim; the list begins with the last dim."""
-    widths, last = cast("list[Any]", node.args[1]), len(sizes(node)) - 1
-    return {last - i // 2: (widths[i], widths[i + 1]) for i in range(0, len(widths), 2)}
-
-
-@rule(aten.constant_pad_nd.default)
-def _pad(state: RowAnalysis, node: fx.Node) -> Value:
-    source = state.rowed(node.args[0])
-    assert source is not None
-    if any(source.labels[d] == "r" and not same(widths, (0, 0)) for d, widths in padding(node).items()):
-        return lose(node, "rows_mix", "rows are padded")
-    return source
-
-
 @rule(aten.select.int)
 def _select(state: RowAnalysis, node: fx.Node) -> Value:
     source, dim = state.rowed(node.args[0]), dim_of(node.args[1], node.args[0])

@@ -135,17 +135,6 @@ def _slice_scatter(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     )
 
 
-@emitter(aten.constant_pad_nd.default)
-def _pad(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
-    source = cast(fx.Node, node.args[0])
-    padded, labels = V.padding(node), build.labels(node)
-    widths: list[Any] = []
-    for d in reversed(range(len(labels))):
-        if labels[d] != "r":
-            widths += [constant(w, "a padding") for w in padded.get(d, (0, 0))]
-    return build.call(aten.constant_pad_nd.default, build.emit(source, steps), widths, *node.args[2:])
-
-
 @emitter(aten.cat.default, aten.stack.default)
 def _join(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     parts = cast("list[fx.Node]", node.args[0])

@@ -14,6 +14,8 @@ BF16 = torch.bfloat16
 # What runs each kind: "fused" is by rows or with kernels. The one place to say which, as kernels take them over.
 FORWARD_KL = REVERSE_KL = SYMMETRIC_KL = SKEWED_KL = JSD = TOTAL_VARIATION = SOFT_TARGETS = "fused"
 
+PADDED = "a padded vocabulary is not followed"
+
 
 def masked_mean(per_row, y):
     mask = (y != IGNORE).int().view(-1)
@@ -277,7 +279,7 @@ def topk_renormalised(x, w, t, c, m):
     return (F.kl_div(student, target, reduction="none", log_target=True).sum(-1) * m).sum() / m.sum()
 
 
-@form("D10", "ULD: sorted probabilities of two tokenizers, the shorter padded", "rows")
+@form("D10", "ULD: sorted probabilities of two tokenizers, the shorter padded", "rows", missing=PADDED)
 def universal(x, w, xT, wT, m):
     q = F.linear(x, w).softmax(-1)
     p = teacher(xT, wT[: V - 24]).softmax(-1)

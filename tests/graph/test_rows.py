@@ -84,8 +84,6 @@ KEPT = [
     ("stack with a teacher", lambda z: torch.stack([T3, z], -1), "rrvi"),
     ("cat of the vocabulary", lambda z: torch.cat([z, z], -1), "rrv"),
     ("cat with another class", lambda z: torch.cat([z, T3[..., :1]], -1), "rrv"),
-    ("more classes", lambda z: F.pad(z, (1, 3)), "rrv"),
-    ("more classes, rows cut by nothing", lambda z: F.pad(z, (0, 3, 0, 0)), "rrv"),
     ("set slice", lambda z: _set(z.clone(), (..., slice(30, None))), "rrv"),
     # each keeps the rows that it chose: the chunk's graph computes both
     ("rows with others", lambda z: z[:, :2] - z[:, :2].transpose(0, 1), "rrv"),
@@ -114,7 +112,6 @@ LOST = [
     ("rows with the vocabulary", lambda z: z.flatten(1), "rows_mix"),
     ("flat", lambda z: z.view(-1), "rows_mix"),
     ("rows repeated", lambda z: z[:, :1].expand(B, T, V), "rows_mix"),
-    ("rows padded", lambda z: F.pad(z, (0, 0, 1, 0)), "rows_mix"),
     ("rows joined", lambda z: torch.cat([z, z], 0), "rows_mix"),
     ("product", lambda z: z @ z.mT, "rows_mix"),
     ("set rows", lambda z: _set(z.clone(), (slice(None), slice(1, None))), "rows_mix"),
