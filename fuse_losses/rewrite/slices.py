@@ -73,7 +73,7 @@ class Slicer:
 
         def visit(node: fx.Node) -> Iterable[fx.Node]:
             lifted = self.values.get(node)
-            if isinstance(lifted, FUNCTIONALS):
+            if isinstance(lifted, FUNCTIONALS) and not _biased_input(lifted):
                 found.functionals[node] = cast(Functional, lifted)
                 return _refs(found.functionals[node])
             if lifted is not None or self._reads_wide(node):
@@ -164,6 +164,11 @@ class Slicer:
         if node.target is operator.getitem and not _is_wide(self.analysis, node):
             return self._reads_wide(cast(fx.Node, node.args[0]))
         return any(_is_wide(self.analysis, a) for a in node.all_input_nodes)
+
+
+def _biased_input(functional: Functional) -> bool:
+    """True if a bias is added to logits that are given: their operator takes none."""
+    return functional.logits.bias is not None and cast(Product, functional.logits.product).given
 
 
 def _is_wide(analysis: RowAnalysis, node: fx.Node) -> bool:

@@ -228,3 +228,15 @@ def test_a_small_vocabulary_is_left_alone_by_default() -> None:
     assert [h.decline.code for h in report.declined] == ["small_vocab"]
     report = fuse_losses.explain(lambda x1, w: F.linear(x1, w).softmax(-1) @ w)(*args[:2])
     assert report.heads == []  # a router or an attention: nothing that a user calls a head
+
+
+def test_a_bias_on_given_logits_is_not_forgotten() -> None:
+    def loss(z, b, y):
+        return F.cross_entropy(z.float() + b, y)
+
+    z, b = torch.randn(8, VOCAB, requires_grad=True), torch.randn(VOCAB, requires_grad=True)
+    y = torch.randint(0, VOCAB, (8,))
+    capture = Capture()
+    compiled = capture.compile(loss)
+    assert_as_eager(compiled, loss, (z, b, y))
+    assert capture.codes == ["no_gain"]
