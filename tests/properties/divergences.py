@@ -189,6 +189,5 @@ REDUCED: dict[str, dict[str, Reduced]] = {
         "CrossEntropyLoss": lambda s, t, k: torch.nn.CrossEntropyLoss(reduction="none")(
             s.z.flatten(0, -2), t.p.flatten(0, -2)
         ),
-        "einsum": lambda s, t, k: -torch.einsum("nv,nv->n", t.p.flatten(0, -2), s.lp.flatten(0, -2)),
     },
 }

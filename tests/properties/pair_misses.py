@@ -150,6 +150,13 @@ MISSES: dict[str, PairMiss] = {
     ),
     "two mixtures": PairMiss(_two_mixtures),
     "alpha divergence": PairMiss(lambda s, t, m, c: (t.p.pow(0.3) * s.p.pow(0.7)).sum(-1).log()),
+    # products, which sum over classes and which do not
+    "classes summed by einsum": PairMiss(
+        lambda s, t, m, c: -torch.einsum("nv,nv->n", t.p.float().flatten(0, -2), s.lp.float().flatten(0, -2))
+    ),
+    "all rows with all rows": PairMiss(
+        lambda s, t, m, c: t.p.float().flatten(0, -2) @ s.lp.float().flatten(0, -2).T, fusable=False
+    ),
     # the vocabulary leaves
     "log-probs returned": PairMiss(lambda s, t, m, c: (kl(s, t).sum(-1), s.lp), fusable=False),
     "probs returned": PairMiss(lambda s, t, m, c: ((s.p - t.p).abs().sum(-1), s.p), fusable=False),
