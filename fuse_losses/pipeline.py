@@ -240,7 +240,7 @@ def _slices(slicer: Slicer, graph: fx.Graph, region: Region, exits: Sequence[fx.
         slices = [(_weighted(slicer, graph, region, s) if w else None) or s for s, w in zip(slices, alone, strict=True)]
     for part in slices:
         if all(p.given for p in region.products) and part.selects_rows:
-            reason = "rows are selected from logits that are given to this graph"
+            reason = "rows are selected or reordered of logits that are given to this graph"
             raise Declined("logits_sliced", reason, calls.user_line(part.exit))
     return slices
 

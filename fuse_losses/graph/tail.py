@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from fuse_losses.graph import calls
 from fuse_losses.graph.products import Product, is_tensor, storage
-from fuse_losses.head.sizes import same
+from fuse_losses.head.sizes import hint, same
 from fuse_losses.report.decline import Declined
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -115,9 +115,14 @@ def _write_out_numbers(traced: fx.GraphModule) -> None:
 
 def _split(x: torch.Tensor, size: Any, dim: int = 0) -> Any:
     whole = x.shape[dim]
-    if not isinstance(whole, int) or not isinstance(size, int) or size < 1:
+    known = hint(whole), hint(size)
+    if known[0] is None or not known[1]:
         return NotImplemented
-    return [torch.ops.aten.slice.Tensor(x, dim, i, min(i + size, whole)) for i in range(0, whole or 1, size)]
+    parts = max(1, -(-known[0] // known[1]))
+    if not isinstance(whole, int) and not same((whole + size - 1) // size, parts):
+        return NotImplemented  # of symbolic sizes, the number of parts is a condition of the graph, or is not known
+    ends = [*(i * size for i in range(1, parts)), whole]
+    return [torch.ops.aten.slice.Tensor(x, dim, i * size, end) for i, end in enumerate(ends)]
 
 
 def _split_with_sizes(x: torch.Tensor, split_sizes: Sequence[Any], dim: int = 0) -> Any:

@@ -29,8 +29,9 @@ CODES: dict[str, tuple[str, str]] = {
         "compile head and loss together",
     ),
     "logits_sliced": (
-        "the loss is compiled apart from the head and takes only some rows of the logits, which would be copied",
-        "compile head and loss together, or pad and shift the labels instead of the logits",
+        "the loss is compiled apart from the head and takes only some rows of the logits, or takes them in another "
+        "order, and they would be copied",
+        "compile head and loss together, or pad, shift and transpose the labels instead of the logits",
     ),
     "wrong_axis": (
         "an operation meant for the vocabulary runs over another axis",

@@ -27,7 +27,7 @@ def tensors(dtype: torch.dtype = torch.float32, rows: tuple[int, int] = (B, T)) 
     x [B, T, H] hidden states, x1 [B*T, H]; w [V, H], wt [H, V], wk three of them; b [V]; c labels, y labels some of
     which are ignored, y1 and c1 flattened; m [B, T] their mask, zeros and ones; a [B, T] advantages; n, nf and ni
     counts: an integer tensor, a float tensor, a number; a temperature; and without gradients a teacher's hidden states
-    xT, its head wT, its logits t.
+    xT, its head wT, its logits t, and those as probabilities tp and log-probabilities tlp.
     """
     x, w = torch.randn(*rows, H), torch.randn(V, H) / 4
     c = torch.randint(0, V, rows)
@@ -36,6 +36,7 @@ def tensors(dtype: torch.dtype = torch.float32, rows: tuple[int, int] = (B, T)) 
     learned = {"x": x, "w": w, "b": torch.randn(V), "a": torch.randn(rows)}
     learned |= {"x1": x.flatten(0, 1), "wt": w.t().contiguous(), "wk": torch.randn(3, V, H) / 4}
     plain = {"t": torch.randn(*rows, V), "wT": torch.randn(V, H) / 4, "xT": torch.randn(*rows, H)}
+    plain |= {"tp": plain["t"].softmax(-1), "tlp": plain["t"].log_softmax(-1)}
     made = {name: value.to(dtype).clone().requires_grad_() for name, value in learned.items()}
     made |= {name: value.to(dtype) for name, value in plain.items()}
     numbers = {"n": (y != IGNORE).sum(), "nf": torch.tensor(23.0), "ni": 23, "temperature": 0.75}
@@ -45,7 +46,10 @@ def tensors(dtype: torch.dtype = torch.float32, rows: tuple[int, int] = (B, T)) 
 
 @dataclass(frozen=True)
 class Form:
-    """outcome: "kernels", "rows", "declined: <code>" or "no head"; missing: why that is not reached yet."""
+    """outcome: "kernels", "rows", "fused" (either), "declined: <code>" or "no head".
+
+    missing: why that is not reached yet.
+    """
 
     id: str
     what: str
@@ -121,6 +125,15 @@ def outcome_of(capture: Capture) -> str:
     if capture.codes:
         return f"declined: {', '.join(sorted(set(capture.codes)))}" + (f" and {fused}" if fused else "")
     return "rows" if "rows" in fused else "kernels" if fused else "no head"
+
+
+def assert_outcome(capture: Capture, form: Form) -> None:
+    """What became of the form's heads is what the table says."""
+    found = outcome_of(capture)
+    if form.outcome == "fused":
+        assert found in ("kernels", "rows"), str(capture.report)
+    else:
+        assert found == form.outcome, str(capture.report)
 
 
 def largest(step: Callable[[], Any]) -> tuple[int, int]:

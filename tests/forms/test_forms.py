@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.capture import Capture
-from tests.forms import contexts, cross_entropy, log_probs, training  # noqa: F401  fill the table
-from tests.forms.form import FORMS, Form, H, V, assert_as_eager, largest, outcome_of, stepped, with_parameters
+from tests.forms import contexts, cross_entropy, distillation, log_probs, training  # noqa: F401  fill the table
+from tests.forms.form import FORMS, Form, H, V, assert_as_eager, assert_outcome, largest, stepped, with_parameters
 from tests.oracle import assert_close_to_oracle, run, run64
 
 
@@ -31,7 +31,7 @@ def test_form(form: Form) -> None:
     fn, args = form.build()
     with captured(form):
         assert_as_eager(form.compile(capture, fn), fn, args)
-    assert outcome_of(capture) == form.outcome, str(capture.report)
+    assert_outcome(capture, form)
     if form.graphs is not None:
         assert len(capture.before) == form.graphs
 
@@ -90,7 +90,7 @@ def test_several_shapes(form: Form) -> None:
     compiled = capture.compile(fn, fullgraph=True, dynamic=True)
     for rows in shapes:
         assert_as_eager(compiled, fn, form.build(rows)[1])
-    assert outcome_of(capture) == form.outcome, str(capture.report)
+    assert_outcome(capture, form)
     torch._dynamo.reset()
     unfused = alone.compile(fn, fullgraph=True, dynamic=True)
     for rows in shapes:
@@ -117,4 +117,4 @@ def test_autocast_of_the_caller(what: str) -> None:
     exact = copy.deepcopy(fn).double() if isinstance(fn, torch.nn.Module) else fn
     oracle = with_parameters(run64, exact, exact, args, eager)
     assert_close_to_oracle(ours, eager, oracle, computed_in=torch.bfloat16)
-    assert outcome_of(capture) == form.outcome
+    assert_outcome(capture, form)
