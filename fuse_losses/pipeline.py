@@ -13,7 +13,6 @@ from fuse_losses.graph import calls
 from fuse_losses.graph.products import Anchor, Product, find_anchors, returned_logits, value
 from fuse_losses.graph.region import (
     Region,
-    check_graph,
     check_product,
     check_writes,
     find_regions,
@@ -21,9 +20,11 @@ from fuse_losses.graph.region import (
 )
 from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed, analyse
 from fuse_losses.graph.tail import retrace
+from fuse_losses.graph.transforms import check_transforms, transformed
 from fuse_losses.head.algebra import Functional, Head
 from fuse_losses.head.lift import lift
 from fuse_losses.head.sizes import hint
+from fuse_losses.ops import composite
 from fuse_losses.ops.chunked_rows import register_region
 from fuse_losses.options import Options
 from fuse_losses.plan.choose import Context, Plan, choose
@@ -144,6 +145,8 @@ def _fuse_heads(gm: fx.GraphModule, options: Options, report: Report, checkpoint
         if parts:
             erase_unused(gm.graph, region)
             changed = True
+    for node in transformed(gm.graph) if changed else ():
+        node.target = composite(node.target)
     return changed
 
 
@@ -159,7 +162,7 @@ def _is_head(gm: fx.GraphModule, anchor: Anchor, options: Options, report: Repor
             return False
     try:
         if decline is None:
-            check_graph(gm.graph, anchor.product.node, where)
+            check_transforms(gm.graph, anchor.product, where)
             check_product(anchor.product)
     except Declined as declined:
         decline = declined.decline

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import get_unwrapped, is_gradtrackingtensor
 
 from fuse_losses.graph import calls
 from fuse_losses.head.sizes import hint, same
@@ -54,10 +55,17 @@ def is_tensor(node: object) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
+def outside(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that the levels of torch.func.grad have wrapped, itself if none has."""
+    while is_gradtrackingtensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
 def storage(node: fx.Node) -> Any:
     """What nodes that share memory have in common; a value without memory of its own (of a vmap) shares none."""
     try:
-        return value(node).untyped_storage()._cdata
+        return outside(value(node)).untyped_storage()._cdata
     except NotImplementedError:
         return id(node)
 

@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from fuse_losses.graph import calls
 from fuse_losses.graph.products import Product, is_tensor, storage
+from fuse_losses.graph.transforms import of_transform
 from fuse_losses.report.decline import Declined
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -199,6 +200,9 @@ def _execute(
             elif node in inside:
                 if any(a in opaque for a in node.all_input_nodes):
                     opaque[node] = "it reads an operation that cannot be retraced"
+                    continue
+                if of_transform(node):
+                    opaque[node] = "it belongs to a transform of torch.func"
                     continue
                 try:
                     args = map_arg(node.args, lambda a: env[a])
