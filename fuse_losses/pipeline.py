@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ from fuse_losses.report.decline import Decline, Declined, FusionError
 from fuse_losses.report.report import HeadReport, Report, log
 from fuse_losses.rewrite.generic import GenericWriter, loops
 from fuse_losses.rewrite.indexed import IndexedWriter
+from fuse_losses.rewrite.joins import joins
 from fuse_losses.rewrite.slices import ExitSlice, Slicer
 from fuse_losses.rewrite.surgery import erase_unused, replace_exits
 from fuse_losses.rewrite.writer import Written
@@ -289,7 +291,9 @@ def _rewrite(
 ) -> None:
     written = Written()
     if part.plan.executor == "kernels":
-        replace_exits(graph, part.slices, lambda s: IndexedWriter(graph, region, s, part.plan, written), replaced)
+        joined = joins(part.slices, graph)
+        writer = functools.partial(IndexedWriter, joins=joined)
+        replace_exits(graph, part.slices, lambda s: writer(graph, region, s, part.plan, written), replaced)
         return
     shared = {"analysis": analysis, "loops": loops(part.slices, graph), "register": register_region}
     replace_exits(graph, part.slices, lambda s: GenericWriter(graph, region, s, part.plan, written, **shared), replaced)

@@ -75,7 +75,7 @@ class Slicer:
             lifted = self.values.get(node)
             if isinstance(lifted, FUNCTIONALS):
                 found.functionals[node] = cast(Functional, lifted)
-                return _refs(found.functionals[node])
+                return refs(found.functionals[node])
             if lifted is not None or self._reads_wide(node):
                 formless.append(node)
                 return ()
@@ -99,7 +99,7 @@ class Slicer:
         if between is None:
             return None
         whole = ExitSlice(between[-1], scalar, {scalar: loss}, dead=between[:-1])
-        self._walk(whole, region, lambda n: _refs(loss) if n is scalar else _copied(n))
+        self._walk(whole, region, lambda n: refs(loss) if n is scalar else _copied(n))
         return whole
 
     def _between(self, exit: fx.Node, scalar: fx.Node) -> list[fx.Node] | None:
@@ -180,7 +180,8 @@ def _copied(node: fx.Node) -> Iterable[fx.Node]:
     return () if node.target in SIZES else node.all_input_nodes
 
 
-def _refs(functional: Functional) -> list[fx.Node]:
+def refs(functional: Functional) -> list[fx.Node]:
+    """The ATen values outside of the region that a functional reads."""
     refs: list[Any] = [functional.logits.bias]
     if isinstance(functional, WeightedLoss):
         refs.extend(link.factor for link in functional.links)
