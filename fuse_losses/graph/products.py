@@ -168,15 +168,40 @@ def find_anchors(graph: fx.Graph) -> list[Anchor]:
     found: dict[fx.Node, Anchor] = {}
     for loss in graph.nodes:
         hard = calls.is_call(loss, calls.HARD_LOSSES)
-        if not hard and not calls.is_call(loss, calls.NORMALISERS):
-            continue
-        products = _of_its_classes(loss, list(_walk_back(loss))) or list(_given_to(loss))
+        if hard or calls.is_call(loss, calls.NORMALISERS):
+            products = _of_its_classes(loss, list(_walk_back(loss))) or list(_given_to(loss))
+        else:
+            classes = _classes_by_hand(loss)
+            wide = () if classes is None else filter(_is_as_wide_as_a_head, _walk_back(loss))
+            products = [p for p in wide if same(p.vocab, classes)]
         for product in products:
             known = found.get(product.node)
             if known is None or (hard and not known.hard):
                 found[product.node] = Anchor(product, loss, hard)
     order = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(found.values(), key=lambda a: order[a.product.node])
+
+
+def _classes_by_hand(node: fx.Node) -> Any:
+    """The number of classes of an `exp` that is summed over them, or of a loss that needs no such sum; else None."""
+    if calls.is_call(node, calls.WIDE_LOSSES):
+        (source,) = calls.arguments(node, "input")
+        return value(source).shape[-1] if is_tensor(source) and value(source).dim() else None
+    if not calls.is_call(node, calls.EXP) or not is_tensor(node):
+        return None
+    for user in node.users:
+        if calls.is_call(user, calls.SUM):
+            source, dim = calls.arguments(user, "input", "dim")
+            dims = dim if isinstance(dim, (tuple, list)) else [dim]
+            if source is node and len(dims) == 1 and isinstance(dims[0], int):
+                return value(node).shape[dims[0]]
+    return None
+
+
+def _is_as_wide_as_a_head(product: Product) -> bool:
+    """A projection of the body is four times as wide at most."""
+    hidden = hint(value(product.x).shape[product.hidden_dim]) or 0
+    return (hint(product.vocab) or 0) >= HEAD_RATIO * hidden
 
 
 def _of_its_classes(loss: fx.Node, products: list[Product]) -> list[Product]:
@@ -242,6 +267,5 @@ def returned_logits(graph: fx.Graph) -> Iterator[Product]:
             product = as_product(node)
         if product is None or product.weight is None or not value(product.node).requires_grad:
             continue
-        vocab, hidden = hint(product.vocab) or 0, hint(value(product.x).shape[product.hidden_dim]) or 0
-        if vocab >= HEAD_RATIO * hidden:  # a projection of the body is four times as wide at most
+        if _is_as_wide_as_a_head(product):
             yield product
