@@ -1,14 +1,17 @@
 """Fused losses for eager code, under PyTorch's argument names. They also work inside torch.compile.
 
-The full logits are never allocated. Gradients of any order above one raise RuntimeError.
+The full logits are never allocated. torch.func.grad takes their gradients too.
+Gradients of any order above one raise RuntimeError.
 """
 
 import difflib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import fuse_losses.ops  # noqa: F401  registers the operators
+from fuse_losses.ops import composite
 from fuse_losses.plan.chunk import default_chunk_rows
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -44,9 +47,9 @@ def linear_cross_entropy(
     dtype = torch.float32 if _autocast_dtype(input) is not None else input.dtype
     how = (*squash, ignore_index, chunk_rows, accumulate)
     if reduction == "none":
-        log_prob, _ = torch.ops.fuse_losses.linear_log_prob(x, weight, bias, rows, None, *how)
+        log_prob, _ = _operator("linear_log_prob")(x, weight, bias, rows, None, *how)
         return (-log_prob).to(dtype).reshape(target.shape)
-    total = torch.ops.fuse_losses.linear_nll_sum(x, weight, bias, rows, None, None, *how)
+    total = _operator("linear_nll_sum")(x, weight, bias, rows, None, None, *how)
     return _reduced(total, rows, ignore_index, reduction).to(dtype)
 
 
@@ -72,7 +75,7 @@ def cross_entropy(
     rows = target.reshape(-1)
     chunk_rows = chunk_rows or _chunk_rows(input, vocab)
     dtype = torch.float32 if _autocast_dtype(input) is not None else input.dtype
-    log_prob, _ = torch.ops.fuse_losses.log_prob(input.reshape(-1, vocab), rows, *squash, ignore_index, chunk_rows)
+    log_prob, _ = _operator("log_prob")(input.reshape(-1, vocab), rows, *squash, ignore_index, chunk_rows)
     if reduction == "none":
         return (-log_prob).to(dtype).reshape(target.shape)
     return _reduced(-log_prob.sum(), rows, ignore_index, reduction).to(dtype)
@@ -101,10 +104,16 @@ def linear_log_probs(
     x, weight, bias, rows = _projection(input, weight, bias, target)
     chunk_rows = chunk_rows or _chunk_rows(x, weight.shape[0])
     ignored = _NO_INDEX if ignore_index is None else ignore_index
-    log_prob, _ = torch.ops.fuse_losses.linear_log_prob(
+    log_prob, _ = _operator("linear_log_prob")(
         x, weight, bias, rows, None, name, inner, outer / temperature, ignored, chunk_rows, accumulate
     )
     return log_prob.reshape(target.shape)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    operator = getattr(torch.ops.fuse_losses, name).default
+    eager = not torch.compiler.is_compiling()
+    return composite(operator) if eager and torch._C._are_functorch_transforms_active() else operator
 
 
 def _check_reduction(reduction: str) -> None:

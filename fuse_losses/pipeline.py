@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,6 @@ from fuse_losses.graph import calls
 from fuse_losses.graph.products import Anchor, Product, find_anchors, returned_logits, value
 from fuse_losses.graph.region import (
     Region,
-    check_graph,
     check_product,
     check_writes,
     find_regions,
@@ -21,15 +21,18 @@ from fuse_losses.graph.region import (
 )
 from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed, analyse
 from fuse_losses.graph.tail import retrace
+from fuse_losses.graph.transforms import check_transforms, transformed
 from fuse_losses.head.algebra import Divergence, Functional, Head
 from fuse_losses.head.lift import lift
 from fuse_losses.head.sizes import hint
+from fuse_losses.ops import composite
 from fuse_losses.ops.chunked_rows import register_region
 from fuse_losses.options import Options
 from fuse_losses.plan.choose import Context, Plan, choose
 from fuse_losses.report.decline import Decline, Declined, FusionError
 from fuse_losses.report.report import HeadReport, Report, log
 from fuse_losses.rewrite.generic import GenericWriter, loops
+from fuse_losses.rewrite.joins import joins
 from fuse_losses.rewrite.paired import KernelWriter
 from fuse_losses.rewrite.slices import ExitSlice, Slicer
 from fuse_losses.rewrite.surgery import erase_unused, replace_exits
@@ -144,6 +147,8 @@ def _fuse_heads(gm: fx.GraphModule, options: Options, report: Report, checkpoint
         if parts:
             erase_unused(gm.graph, region)
             changed = True
+    for node in transformed(gm.graph) if changed else ():
+        node.target = composite(node.target)
     return changed
 
 
@@ -159,7 +164,7 @@ def _is_head(gm: fx.GraphModule, anchor: Anchor, options: Options, report: Repor
             return False
     try:
         if decline is None:
-            check_graph(gm.graph, anchor.product.node, where)
+            check_transforms(gm.graph, anchor.product, where)
             check_product(anchor.product)
     except Declined as declined:
         decline = declined.decline
@@ -228,11 +233,11 @@ def _weighted(slicer: Slicer, graph: fx.Graph, region: Region, part: ExitSlice) 
 
 def _slices(slicer: Slicer, graph: fx.Graph, region: Region, exits: Sequence[fx.Node], sums: bool) -> list[ExitSlice]:
     """The exits over what kernels make, else over what the chunked region makes; `sums`: look for weighted sums."""
-    joined = slicer.joined(region, exits)
-    gone = {n for s in joined for n in s.dead}
+    combined = slicer.combined(region, exits)
+    gone = {n for s in combined for n in s.dead}
     lifted = [slicer.lifted(region, e) for e in exits if e not in gone]
-    slices = [*joined, *(s for s in lifted if s is not None)]
-    if len(slices) < len(joined) + len(lifted):
+    slices = [*combined, *(s for s in lifted if s is not None)]
+    if len(slices) < len(combined) + len(lifted):
         slices = [slicer.by_rows(region, e) for e in exits]
     elif sums:
         # log-probs that several exits read are better made once
@@ -292,9 +297,8 @@ def _rewrite(
 ) -> None:
     written = Written()
     if part.plan.executor == "kernels":
-        replace_exits(
-            graph, part.slices, lambda s: KernelWriter(graph, region, s, part.plan, written, analysis), replaced
-        )
+        writer = functools.partial(KernelWriter, joins=joins(part.slices, graph))
+        replace_exits(graph, part.slices, lambda s: writer(graph, region, s, part.plan, written, analysis), replaced)
         return
     shared = {"loops": loops(part.slices, graph), "register": register_region}
     replace_exits(

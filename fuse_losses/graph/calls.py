@@ -51,6 +51,9 @@ ELEMENTWISE = {
     *("view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze", "detach", "clone", "masked_fill"),
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.getitem),
 }
+# Losses that need no normaliser, and what a normaliser written by hand is made of: found behind a wide product only.
+WIDE_LOSSES = {F.multi_margin_loss, F.binary_cross_entropy_with_logits}
+EXP, SUM = {torch.exp, "exp"}, {torch.sum, "sum"}
 # Walking back from a loss never crosses these: what is behind them is the body of the model.
 BODY = {F.embedding, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention, F.group_norm}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import get_unwrapped, is_gradtrackingtensor
 
 from fuse_losses.graph import calls
 from fuse_losses.head.sizes import hint, same
@@ -54,10 +55,17 @@ def is_tensor(node: object) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
+def outside(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that the levels of torch.func.grad have wrapped, itself if none has."""
+    while is_gradtrackingtensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
 def storage(node: fx.Node) -> Any:
     """What nodes that share memory have in common; a value without memory of its own (of a vmap) shares none."""
     try:
-        return value(node).untyped_storage()._cdata
+        return outside(value(node)).untyped_storage()._cdata
     except NotImplementedError:
         return id(node)
 
@@ -172,7 +180,9 @@ def find_anchors(graph: fx.Graph) -> list[Anchor]:
         elif hard or calls.is_call(loss, calls.NORMALISERS):
             products = _of_its_classes(loss, list(_walk_back(loss))) or list(_given_to(loss))
         else:
-            continue
+            classes = _classes_by_hand(loss)
+            wide = () if classes is None else filter(_is_as_wide_as_a_head, _walk_back(loss))
+            products = [p for p in wide if same(p.vocab, classes)]
         for product in products:
             if product.given and not calls.is_call(loss, calls.LOSSES_OF_LOGITS):
                 teachers.append(Anchor(product, loss, hard))
@@ -184,6 +194,28 @@ def find_anchors(graph: fx.Graph) -> list[Anchor]:
         found |= {a.product.node: a for a in teachers if a.product.node not in found}
     order = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(found.values(), key=lambda a: order[a.product.node])
+
+
+def _classes_by_hand(node: fx.Node) -> Any:
+    """The number of classes of an `exp` that is summed over them, or of a loss that needs no such sum; else None."""
+    if calls.is_call(node, calls.WIDE_LOSSES):
+        (source,) = calls.arguments(node, "input")
+        return value(source).shape[-1] if is_tensor(source) and value(source).dim() else None
+    if not calls.is_call(node, calls.EXP) or not is_tensor(node):
+        return None
+    for user in node.users:
+        if calls.is_call(user, calls.SUM):
+            source, dim = calls.arguments(user, "input", "dim")
+            dims = dim if isinstance(dim, (tuple, list)) else [dim]
+            if source is node and len(dims) == 1 and isinstance(dims[0], int):
+                return value(node).shape[dims[0]]
+    return None
+
+
+def _is_as_wide_as_a_head(product: Product) -> bool:
+    """A projection of the body is four times as wide at most."""
+    hidden = hint(value(product.x).shape[product.hidden_dim]) or 0
+    return (hint(product.vocab) or 0) >= HEAD_RATIO * hidden
 
 
 def _of_its_classes(loss: fx.Node, products: list[Product]) -> list[Product]:
@@ -268,6 +300,5 @@ def returned_logits(graph: fx.Graph) -> Iterator[Product]:
             product = as_product(node)
         if product is None or product.weight is None or not value(product.node).requires_grad:
             continue
-        vocab, hidden = hint(product.vocab) or 0, hint(value(product.x).shape[product.hidden_dim]) or 0
-        if vocab >= HEAD_RATIO * hidden:  # a projection of the body is four times as wide at most
+        if _is_as_wide_as_a_head(product):
             yield product

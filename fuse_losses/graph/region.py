@@ -14,6 +14,7 @@ from fuse_losses.graph import calls
 from fuse_losses.graph.products import Product, is_tensor, storage, value
 from fuse_losses.graph.rows import Lost, RowAnalysis, Rowed
 from fuse_losses.graph.tail import Tail
+from fuse_losses.graph.transforms import is_unwrapped
 from fuse_losses.report.decline import Decline, Declined
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -95,29 +96,16 @@ def _region(
     exits: list[fx.Node] = []
     problem: Decline | None = None
     for node in (n for n in tail.nodes if n in reached and mine(reached[n])):
+        if is_unwrapped(node):  # returned by the function that a transform was given
+            continue
         if node in tail.opaque:
             why = f"{node.target} reads the logits: {tail.opaque[node]}"
             problem = problem or Decline("opaque", why, calls.user_line(node))
         elif node in tail.results:
             exits.append(node)
-    returned = tuple(n for n in nodes if any(u.op == "output" for u in n.users))
+    returned = tuple(n for n in nodes if any(u.op == "output" or is_unwrapped(u) for u in n.users))
     written = any(w in members for n in nodes for w in calls.writes_to(n))
     return Region(products, tuple(nodes), tuple(exits), returned, written, problem)
-
-
-def check_graph(graph: fx.Graph, head: fx.Node, where: str) -> None:
-    """Refuse a head inside of a functorch transform, or before one; a transform that has ended is the model's body."""
-    depth, behind = 0, False
-    for node in graph.nodes:
-        behind |= node is head
-        name = getattr(node.target, "__name__", str(node.target))
-        target = f"{getattr(node.target, '__module__', '')}.{name}"
-        if node.op == "call_function" and ("functorch" in target or "_wrap_for_grad" in target or "vmap" in target):
-            depth += name.endswith("increment_nesting") - name.endswith("decrement_nesting")
-            if behind:
-                raise Declined("functorch", f"the graph calls {name}", where)
-        if node is head and depth:
-            raise Declined("functorch", "the head is inside of a functorch transform", where)
 
 
 def check_product(product: Product) -> None:

@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from fuse_losses.graph import calls
 from fuse_losses.graph.products import Product, is_tensor, storage
+from fuse_losses.graph.transforms import of_transform
 from fuse_losses.head.sizes import hint, same
 from fuse_losses.report.decline import Declined
 
@@ -137,11 +138,49 @@ def _unbind(x: torch.Tensor, dim: int = 0) -> Any:
     return [torch.ops.aten.select.int(x, dim, i) for i in range(whole)]
 
 
-# What splits a tensor is retraced as slices of it, so that the rows of each part are known.
+def _multi_margin_loss(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    p: Any = 1,
+    margin: Any = 1,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+) -> Any:
+    """The mean over classes j != y of max(0, margin - z_y + z_j)^p, as F.multi_margin_loss documents it."""
+    if x.dim() != 2:
+        return NotImplemented
+    index = target.unsqueeze(1)
+    short = (margin - x.gather(1, index) + x).clamp_min(0)
+    loss = (short if p == 1 else short * short).scatter(1, index, 0.0).mean(1)
+    return _reduced(loss if weight is None else loss * weight[target], reduction)
+
+
+def _binary_cross_entropy_with_logits(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    pos_weight: torch.Tensor | None = None,
+    reduction: int = 1,
+) -> Any:
+    """(1 - t) z - log sigmoid(z), the second term times 1 + (pos_weight - 1) t."""
+    minus_log = (-x).clamp_min(0) + (-x.abs()).exp().log1p()
+    if pos_weight is not None:
+        minus_log = minus_log * ((pos_weight - 1) * target + 1)
+    loss = (1 - target) * x + minus_log
+    return _reduced(loss if weight is None else loss * weight, reduction)
+
+
+def _reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
+    return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
+
+
+# What splits a tensor is retraced as slices of it, so that the rows of each part are known; losses, as what they say.
 PARTS = {
     torch.ops.aten.split.Tensor: _split,
     torch.ops.aten.split_with_sizes.default: _split_with_sizes,
     torch.ops.aten.unbind.int: _unbind,
+    torch.ops.aten.multi_margin_loss.default: _multi_margin_loss,
+    torch.ops.aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
 }
 
 
@@ -225,6 +264,9 @@ def _execute(
             elif node in inside:
                 if any(a in opaque for a in node.all_input_nodes):
                     opaque[node] = "it reads an operation that cannot be retraced"
+                    continue
+                if of_transform(node):
+                    opaque[node] = "it belongs to a transform of torch.func"
                     continue
                 try:
                     args = map_arg(node.args, lambda a: env[a])

@@ -20,10 +20,14 @@ Each is a composite over an autograd function over inner operators (`indexed`, `
 gradients are needed.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from fuse_losses.ops import chunked_rows, divergence, divergence_sum, linear_log_prob, linear_nll_sum, log_prob
 
+_composites: dict[Any, Callable[..., Any]] = {}
 _library = torch.library.Library("fuse_losses", "FRAGMENT")
 for _name, _module in (
     ("linear_nll_sum", linear_nll_sum),
@@ -35,3 +39,13 @@ for _name, _module in (
 ):
     _library.define(_module.SCHEMA)
     _library.impl(_name, getattr(_module, _name), "CompositeImplicitAutograd")
+    _composites[getattr(torch.ops.fuse_losses, _name).default] = getattr(_module, _name)
+
+
+def composite(operator: Any) -> Any:
+    """What computes one of the four operators, as Python; anything else as it is.
+
+    Under a transform of torch.func an autograd function must be called from Python: inside of an operator, the
+    transform has been dispatched already.
+    """
+    return _composites.get(operator, operator)

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
-from fuse_losses.ops.autograd import forbid_double_backward, needs_gradient
+from fuse_losses.ops.autograd import forbid_double_backward, last_derivative, needs_gradient
 from fuse_losses.ops.chunk_loop import parts
 from fuse_losses.ops.gemm import ACCUMULATE, statistics_dtype
+from fuse_losses.ops.pull_back import Layout, trace_pull_back
 
 SCHEMA = (
     "chunked_rows(str key, Tensor[] rows, Tensor[] whole, SymInt chunk_rows, str accumulate, bool compiled) -> Tensor[]"
@@ -45,27 +46,27 @@ def _region(key: str) -> fx.GraphModule:
 
 @functools.cache
 def _forward(key: str, compiled: bool) -> Callable[..., Sequence[Tensor]]:
-    region = _region(key)
-    return torch.compile(region, dynamic=True) if compiled else region
+    return _callable(_region(key), compiled)
+
+
+def _callable(graph: fx.GraphModule, compiled: bool) -> Callable[..., Sequence[Tensor]]:
+    # not the module, whose call would run the hooks of a user's FlopCounterMode
+    return torch.compile(graph.forward, dynamic=True) if compiled else graph.forward
 
 
 @functools.cache
 def _backward(
-    key: str, needs: tuple[bool, ...], used: tuple[bool, ...], compiled: bool
-) -> Callable[..., Sequence[Tensor]]:
-    """f(inputs, grads) -> gradients of the inputs that need one, from those of the outputs that are used."""
-    region = _region(key)
-
-    def pull_back(inputs: list[Tensor], grads: list[Tensor]) -> Sequence[Tensor]:
-        def outputs(*wanted: Tensor) -> tuple[Tensor, ...]:
-            given = iter(wanted)
-            made = region(*[next(given) if need else x for x, need in zip(inputs, needs, strict=True)])
-            return tuple(o for o, use in zip(made, used, strict=True) if use)
-
-        _, vjp, *_ = torch.func.vjp(outputs, *[x for x, need in zip(inputs, needs, strict=True) if need])
-        return vjp(tuple(grads))
-
-    return torch.compile(pull_back, dynamic=True) if compiled else pull_back
+    key: str,
+    needs: tuple[bool, ...],
+    used: tuple[bool, ...],
+    compiled: bool,
+    inputs: tuple[Layout, ...],
+    grads: tuple[Layout, ...],
+    count: int | None = None,
+) -> Callable[..., Sequence[Tensor]] | None:
+    """trace_pull_back's function for chunks of any number of rows, or of `count`."""
+    graph = trace_pull_back(_region(key), needs, used, inputs, grads, count)
+    return None if graph is None else _callable(graph, compiled)
 
 
 def _rows_per_chunk(count: int, chunk_rows: int) -> int:
@@ -114,15 +115,20 @@ def rows_bwd(
     """Gradients of `rows` then `whole`, [0] for those that need none."""
     count = rows[0].shape[0]
     used = tuple(g is not None for g in grads)
-    run = _backward(key, tuple(needs), used, compiled)
+    given = [g for g in grads if g is not None]
+    inputs = (*[Layout.of(r, by_row=True) for r in rows], *[Layout.of(w, by_row=False) for w in whole])
+    upstream = tuple(Layout.of(g, by_row=True) for g in given)
+    how = (key, tuple(needs), used, compiled, inputs, upstream)
     results = [
         _start(x, need, i < len(rows), accumulate)
         for i, (x, need) in enumerate(zip([*rows, *whole], needs, strict=True))
     ]
     with _no_autocast(rows[0]):
         for part in parts(count, _rows_per_chunk(count, chunk_rows)):
-            inputs = [*[r[part] for r in rows], *whole]
-            made = iter(run(inputs, [g[part] for g in grads if g is not None]))
+            chunk = [r[part].contiguous() for r in rows]
+            run = _backward(*how) or _backward(*how, chunk[0].shape[0])
+            assert run is not None
+            made = iter(run(*chunk, *whole, *[g[part].contiguous() for g in given]))
             for i, need in enumerate(needs):
                 if need and i < len(rows):
                     results[i][part] = next(made)
@@ -147,27 +153,35 @@ def _(key, grads, rows, whole, needs, chunk_rows, accumulate, compiled):
     ]
 
 
+def _rows_bwd(key, used, needs, count, how, *tensors):
+    """rows_bwd of tensors in one row: the inputs, then the gradients of the outputs that are used."""
+    inputs, given = tensors[: len(needs)], iter(tensors[len(needs) :])
+    grads = [next(given) if use else None for use in used]
+    return rows_bwd(key, grads, list(inputs[:count]), list(inputs[count:]), needs, *how)
+
+
 class _ChunkedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, key, count, chunk_rows, accumulate, compiled, *tensors):
-        outputs = rows_fwd(key, list(tensors[:count]), list(tensors[count:]), chunk_rows, compiled)
+    def forward(key, count, chunk_rows, accumulate, compiled, *tensors):
+        return tuple(rows_fwd(key, list(tensors[:count]), list(tensors[count:]), chunk_rows, compiled))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        key, count, chunk_rows, accumulate, compiled, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        ctx.how = (key, count, chunk_rows, accumulate, compiled)
-        ctx.mark_non_differentiable(*[o for o in outputs if not o.is_floating_point()])
-        return tuple(outputs)
+        ctx.key, ctx.count, ctx.how = key, count, (chunk_rows, accumulate, compiled)
+        ctx.mark_non_differentiable(*[o for o in output if not o.is_floating_point()])
 
     @staticmethod
     def backward(ctx, *grads):
         forbid_double_backward()
-        key, count, chunk_rows, accumulate, compiled = ctx.how
         tensors = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[5:])
         floats = [g for g in grads if g is not None]
         if not floats:
             return (None,) * (5 + len(tensors))
-        rows, whole = list(tensors[:count]), list(tensors[count:])
-        made = rows_bwd(key, list(grads), rows, whole, needs, chunk_rows, accumulate, compiled)
+        needs, used = list(ctx.needs_input_grad[5:]), [g is not None for g in grads]
+        made = last_derivative(_rows_bwd, ctx.key, used, needs, ctx.count, ctx.how, *tensors, *floats)
         return *[None] * 5, *[g if need else None for g, need in zip(made, needs, strict=True)]
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from fuse_losses.ops.autograd import forbid_double_backward, needs_gradient
+from fuse_losses.ops.autograd import forbid_double_backward, last_derivative, needs_gradient
 from fuse_losses.ops.checks import check_how, check_projection, check_rows
 from fuse_losses.ops.indexed import indexed_bwd, indexed_fwd
 
@@ -15,22 +15,28 @@ SCHEMA = (
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate):
+    def forward(x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate):
         log_prob, row_max, log_sum = indexed_fwd(
             x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows
         )
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, target, row_max, log_sum)
-        ctx.how = (squash, inner, outer, ignore_index, chunk_rows, accumulate)
-        return log_prob, row_max + log_sum
+        return log_prob, row_max + log_sum, row_max, log_sum
 
     @staticmethod
-    def backward(ctx, grad_log_prob, grad_lse):
+    def setup_context(ctx, inputs, output):
+        x, weight, bias, target, _, *how = inputs
+        _, _, row_max, log_sum = output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(row_max, log_sum)
+        ctx.save_for_backward(x, weight, bias, target, row_max, log_sum)
+        ctx.how = how
+
+    @staticmethod
+    def backward(ctx, grad_log_prob, grad_lse, *_):
         forbid_double_backward()
         if grad_log_prob is None and grad_lse is None:
             return (None,) * 11
         needs = ctx.needs_input_grad[:3]
-        grads = indexed_bwd(grad_log_prob, grad_lse, *ctx.saved_tensors, *ctx.how, *needs)
+        grads = last_derivative(indexed_bwd, grad_log_prob, grad_lse, *ctx.saved_tensors, *ctx.how, *needs)
         return *[grad if need else None for grad, need in zip(grads, needs, strict=True)], *[None] * 8
 
 
@@ -42,9 +48,10 @@ def linear_log_prob(x, weight, bias, target, logits, squash, inner, outer, ignor
     if logits is not None:
         logits = logits.detach()
     if any(needs_gradient(tensor) for tensor in (x, weight, bias)):
-        return _LinearLogProb.apply(
+        values, lse, _, _ = _LinearLogProb.apply(
             x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate
         )
+        return values, lse
     log_prob, row_max, log_sum = indexed_fwd(
         x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows
     )

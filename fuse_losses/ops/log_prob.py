@@ -2,7 +2,7 @@
 
 import torch
 
-from fuse_losses.ops.autograd import forbid_double_backward, needs_gradient
+from fuse_losses.ops.autograd import forbid_double_backward, last_derivative, needs_gradient
 from fuse_losses.ops.checks import check_how, check_rows
 from fuse_losses.ops.indexed import given_bwd, given_fwd
 
@@ -14,19 +14,30 @@ SCHEMA = (
 
 class _LogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, target, squash, inner, outer, ignore_index, chunk_rows):
+    def forward(logits, target, squash, inner, outer, ignore_index, chunk_rows):
         log_prob, row_max, log_sum = given_fwd(logits, target, squash, inner, outer, ignore_index, chunk_rows)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, target, row_max, log_sum)
-        ctx.how = (squash, inner, outer, ignore_index, chunk_rows)
-        return log_prob, row_max + log_sum
+        return log_prob, row_max + log_sum, row_max, log_sum
 
     @staticmethod
-    def backward(ctx, grad_log_prob, grad_lse):
+    def setup_context(ctx, inputs, output):
+        logits, target, *how = inputs
+        _, _, row_max, log_sum = output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(row_max, log_sum)
+        ctx.save_for_backward(logits, target, row_max, log_sum)
+        ctx.how = how
+
+    @staticmethod
+    def backward(ctx, grad_log_prob, grad_lse, *_):
         forbid_double_backward()
         if grad_log_prob is None and grad_lse is None:
             return (None,) * 7
-        return given_bwd(grad_log_prob, grad_lse, *ctx.saved_tensors, *ctx.how), *[None] * 6
+        (grad,) = last_derivative(_given_bwd, grad_log_prob, grad_lse, *ctx.saved_tensors, *ctx.how)
+        return grad, *[None] * 6
+
+
+def _given_bwd(*args):
+    return (given_bwd(*args),)
 
 
 def log_prob(logits, target, squash, inner, outer, ignore_index, chunk_rows):
@@ -38,6 +49,7 @@ def log_prob(logits, target, squash, inner, outer, ignore_index, chunk_rows):
         raise ValueError(f"logits must be [N, V], got {tuple(logits.shape)}")
     check_rows(logits.shape[0], target)
     if needs_gradient(logits):
-        return _LogProb.apply(logits, target, squash, inner, outer, ignore_index, chunk_rows)
+        values, lse, _, _ = _LogProb.apply(logits, target, squash, inner, outer, ignore_index, chunk_rows)
+        return values, lse
     values, row_max, log_sum = given_fwd(logits, target, squash, inner, outer, ignore_index, chunk_rows)
     return values, row_max + log_sum

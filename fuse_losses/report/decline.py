@@ -54,8 +54,8 @@ CODES: dict[str, tuple[str, str]] = {
         "write the loss in plain PyTorch operations",
     ),
     "functorch": (
-        "the graph differentiates inside itself (torch.func.grad, vmap)",
-        "call .backward() or torch.autograd.grad outside of the compiled function",
+        "the graph maps over the loss (vmap), or differentiates inside of itself what is differentiated again outside",
+        "detach what torch.func.grad is called with, or call .backward() outside of the compiled function",
     ),
     "mutated": (
         "a tensor that the loss reads is written to between the head and the loss",

@@ -19,7 +19,8 @@ from fuse_losses.graph import rows as R
 from fuse_losses.graph.products import Product
 from fuse_losses.graph.rows import RowAnalysis, Rowed, argument
 from fuse_losses.head.algebra import RowStep
-from fuse_losses.head.sizes import dim_of, same, sizes
+from fuse_losses.head.sizes import dim_of, hint, same, sizes
+from fuse_losses.head.sizes import product as product_of
 from fuse_losses.head.table import OperatorTable
 from fuse_losses.report.decline import Declined
 
@@ -60,6 +61,14 @@ class RowInput:
     @property
     def key(self) -> Any:
         return (self.source, self.steps, self.labels, len(self.shape))
+
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """The dtype and the sizes of a row of a plain value."""
+        own = sizes(self.source)
+        own = (*[1] * (len(self.shape) - len(own)), *own)
+        rest = [s for s, label in zip(own, self.labels, strict=True) if label != "r"]
+        return (cast(fx.Node, self.source).meta["val"].dtype, *rest)
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,31 @@ class ChunkGraph:
                 chosen = [i for i, s in enumerate(spec.steps) if s.kind in ("slice", "select", "permute")]
                 found.add((spec.source.node, spec.steps[: chosen[-1] + 1] if chosen else ()))
         return frozenset(found)
+
+    @property
+    def count(self) -> Any:
+        """How many rows there are."""
+        spec = next(s for s in self.rows if isinstance(s.source, Product))
+        product = cast(Product, spec.source)
+        whole = product.node.meta["example_value"].shape
+        rows = (*whole[: product.vocab_dim], *whole[product.vocab_dim + 1 :])
+        return product_of(spec.steps[-1].shape if spec.steps else rows)
+
+    @property
+    def function(self) -> Any:
+        """What is computed, whatever the rows: graphs with the same answer can be one, of the rows of both.
+
+        Not where inputs as wide as the vocabulary would be copied for it, or the number of rows is not known.
+        """
+        products = [s.source for s in self.rows if isinstance(s.source, Product)]
+        inputs = [s.source if isinstance(s.source, Product) else s.held for s in self.rows]
+        copied = [held[1:] for held in inputs if isinstance(held, tuple)]
+        if any(p.given for p in products) or not all(isinstance(n, int) for n in (self.count, *sum(copied, ()))):
+            return id(self)
+        narrow = min(hint(p.node.meta["example_value"].shape[p.vocab_dim]) or 0 for p in products) // 8
+        if any(product_of(row) > narrow for row in copied):
+            return id(self)
+        return (self.finish().code, tuple(inputs), tuple(self.whole))
 
     @property
     def has_kinks(self) -> bool:

@@ -10,91 +10,101 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fuse_losses.graph import calls
-from fuse_losses.graph.products import is_tensor, storage
 from fuse_losses.graph.rows import Rowed, argument
 from fuse_losses.head.sizes import sizes
 from fuse_losses.rewrite.chunk_graph import ChunkGraph, nll_behind
+from fuse_losses.rewrite.joins import Schedule, leaves_of
 from fuse_losses.rewrite.slices import ExitSlice
 from fuse_losses.rewrite.writer import Writer
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loop:
     """One run over the rows: a chunk's graph and the exits whose values it makes."""
 
     build: ChunkGraph
     exits: tuple[ExitSlice, ...]
 
+    @property
+    def leaves(self) -> list[fx.Node]:
+        return [n for part in self.exits for n in leaves_of(part, self.build.reads)]
 
-def loops(slices: Sequence[ExitSlice], graph: fx.Graph) -> list[Loop]:
-    """Share a loop between exits with the same rows and gradient state, if the first of them has all that it reads.
 
-    It has not, if what a later exit reads is made, or written to, only behind the first.
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Loops that are one function of different rows: they run as one, over the rows of the first, the second, ..."""
+
+    loops: tuple[Loop, ...]
+
+
+def loops(slices: Sequence[ExitSlice], graph: fx.Graph) -> list[Run]:
+    """Share a loop between exits with the same rows and gradient state, and a run between loops of one function.
+
+    Each only if the first of the exits has all that it reads: nothing of it is made, or written to, only behind.
     """
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    writes = [(order[n], storage(t)) for n in graph.nodes for t in calls.writes_to(n) if is_tensor(t)]
+    schedule = Schedule(graph)
     found: list[Loop] = []
     for part in slices:
         for node, build in part.cuts.items():
             for i, loop in enumerate(found):
                 first = loop.exits[0]
-                leaves = _leaves(part, build)
-                memory = {storage(n) for n in leaves if is_tensor(n)}
-                written = any(order[first.exit] < at < order[part.exit] and to in memory for at, to in writes)
-                ready = not written and all(order[n] < order[first.exit] for n in leaves)
                 alike = first.differentiable == part.differentiable and loop.build.row_set == build.row_set
-                if alike and ready:
+                if alike and schedule.ready(first, part, leaves_of(part, build.reads)):
                     loop.build.add_output(node)
                     found[i] = Loop(loop.build, (*loop.exits, part))
                     break
             else:
                 found.append(Loop(build, (part,)))
-    return found
-
-
-def _leaves(part: ExitSlice, build: ChunkGraph) -> list[fx.Node]:
-    """The Dynamo nodes that the inputs of the build are made of."""
-    found: list[fx.Node] = []
-    stack, seen = list(build.reads), set[fx.Node]()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in part.leaves:
-            found.append(part.leaves[node])
+    runs: dict[Any, Run] = {}
+    for loop in found:
+        key = (loop.exits[0].differentiable, loop.build.function) if len(found) > 1 else ()
+        known = runs.get(key)
+        if known is not None and all(schedule.ready(known.loops[0].exits[0], p, loop.leaves) for p in loop.exits):
+            runs[key] = Run((*known.loops, loop))
         else:
-            stack.extend(node.all_input_nodes)
-    return found
+            runs[key if known is None else loop] = Run((loop,))
+    return list(runs.values())
 
 
 class GenericWriter(Writer):
     """Writes the values that chunked loops over the region make."""
 
-    def __init__(self, *common: Any, loops: list[Loop], register: Callable[[fx.GraphModule], str]) -> None:
+    def __init__(self, *common: Any, loops: list[Run], register: Callable[[fx.GraphModule], str]) -> None:
         super().__init__(*common)
-        self.loops, self.register = loops, register
+        self.runs, self.register = loops, register
 
     def made_by_operator(self, node: fx.Node) -> fx.Node | None:
         if node not in self.part.cuts:
             return None
-        loop = next(x for x in self.loops if self.part in x.exits and node in x.build.outputs)
-        if loop.build not in self.made:
-            self.made[loop.build] = self._run(loop)
-        flat = self.call(operator.getitem, self.made[loop.build], list(loop.build.outputs).index(node))
-        return self._restored(node, flat)
+        for run in self.runs:
+            for i, loop in enumerate(run.loops):
+                if self.part in loop.exits and node in loop.build.outputs:
+                    return self._restored(node, self._flat(run, i, list(loop.build.outputs).index(node)))
+        raise LookupError(f"no loop makes {node}")
 
-    def _run(self, loop: Loop) -> fx.Node:
-        for other in loop.exits:  # what the others' inputs are made of is here already: the loop was shared for that
+    def _flat(self, run: Run, which: int, output: int) -> fx.Node:
+        """One output of one loop, [N, inner...]."""
+        if run not in self.made:
+            self.made[run] = self._run(run)
+        flat = self.call(operator.getitem, self.made[run], output)
+        if len(run.loops) == 1:
+            return flat
+        counts = [loop.build.count for loop in run.loops]
+        start = sum(counts[:which])
+        return self.call(aten.slice.Tensor, flat, 0, start, start + counts[which])
+
+    def _run(self, run: Run) -> fx.Node:
+        for other in (part for loop in run.loops for part in loop.exits):  # what the others read is here already
             for aten_node, dynamo in other.leaves.items():
                 self.env.setdefault(aten_node, dynamo)
-        rows = [self.row_input(spec) for spec in loop.build.rows]
-        whole = [self.whole_input(spec) for spec in loop.build.whole]
-        chunk = loop.build.finish()
-        frozen = loop.build.frozen(chunk) if self.part.differentiable else range(len(rows) + len(whole))
+        build = run.loops[0].build
+        each = [[self.row_input(spec) for spec in loop.build.rows] for loop in run.loops]
+        rows = each[0] if len(each) == 1 else [self.call(aten.cat.default, list(r)) for r in zip(*each, strict=True)]
+        whole = [self.whole_input(spec) for spec in build.whole]
+        chunk = build.finish()
+        frozen = build.frozen(chunk) if self.part.differentiable else range(len(rows) + len(whole))
         inputs = [self.call(aten.detach.default, n) if i in frozen else n for i, n in enumerate([*rows, *whole])]
         rows, whole = inputs[: len(rows)], inputs[len(rows) :]
         key = self.register(chunk)

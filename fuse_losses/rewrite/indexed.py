@@ -12,7 +12,8 @@ from torch import fx
 
 from fuse_losses.graph.products import Product, value
 from fuse_losses.head.algebra import Functional, Link, Logits, LogProb, LogSumExp, NllLoss, Selected, WeightedLoss
-from fuse_losses.head.sizes import sizes
+from fuse_losses.head.sizes import same, sizes
+from fuse_losses.rewrite.joins import Join, row_count
 from fuse_losses.rewrite.writer import SYM_SIZE, Writer
 
 aten = torch.ops.aten
@@ -21,6 +22,10 @@ NO_IGNORE = -(2**63)  # no valid target: where nothing is ignored, this value is
 
 class IndexedWriter(Writer):
     """Writes functionals of one distribution: log-probs, logsumexps, cross entropies."""
+
+    def __init__(self, *common: Any, joins: Sequence[Join] = ()) -> None:
+        super().__init__(*common)
+        self.joins = joins
 
     def made_by_operator(self, node: fx.Node) -> fx.Node | None:
         functional = self.part.functionals.get(node)
@@ -156,9 +161,37 @@ class IndexedWriter(Writer):
         summed = isinstance(functional, NllLoss) and (self.plan.gradients == "forward" or not grad)
         summed = summed and not cast(Product, functional.logits.product).given
         key = (functional.logits, functional.target, ignore, wraps, summed, grad)
+        join = next((j for j in self.joins if functional in j.functionals), None)
+        if key not in self.made and join is not None and not summed:
+            self._write_join(join, ignore, wraps, grad)
         if key not in self.made:
             self.made[key] = self._write_fused(functional.logits, functional.target, ignore, wraps, summed)
         return self.made[key]
+
+    def _write_join(self, join: Join, ignore: int | None, wraps: bool, grad: bool) -> None:
+        """One operator over the rows of all the functionals, and which of its results are whose."""
+        for part in join.parts:  # what the others read is here already: they were joined for that
+            for aten_node, dynamo in part.leaves.items():
+                self.env.setdefault(aten_node, dynamo)
+        members = list({(f.logits, f.target): None for f in join.functionals})
+        counts = [row_count(logits) for logits, _ in members]
+        alike = all(same(c, counts[0]) for c in counts)
+        if not alike and not all(isinstance(c, int) for c in counts):
+            return
+        pairs = [self._rows_and_targets(logits, y, ignore, wraps) for logits, y in members]
+        x, y = (self.call(aten.cat.default, list(column)) for column in zip(*pairs, strict=True))
+        both = self._write_operator(members[0][0], x, y, ignore, summed=False)
+        start = 0
+        for i, ((logits, target), (_, own)) in enumerate(zip(members, pairs, strict=True)):
+            result = {"target": own}
+            for name in ("log_prob", "lse"):
+                if alike:
+                    rows = self.call(aten.reshape.default, both[name], [len(members), -1])
+                    result[name] = self.call(aten.select.int, rows, 0, i)
+                else:
+                    result[name] = self.call(aten.slice.Tensor, both[name], 0, start, start + counts[i])
+            start = start + counts[i]
+            self.made[(logits, target, ignore, wraps, False, grad)] = result
 
     def _lse_among(self, made: Logits, outputs: dict[str, fx.Node], wanted: Logits) -> fx.Node | None:
         """The logsumexps that are wanted, if they are those of some rows of an operator that is there already."""
@@ -183,19 +216,42 @@ class IndexedWriter(Writer):
         row_weight: fx.Node | None = None,
         masks: Sequence[tuple[fx.Node, Link]] = (),
     ) -> dict[str, fx.Node]:
+        x, y = self._rows_and_targets(logits, target, ignore, wraps, masks)
+        return self._write_operator(logits, x, y, ignore, summed, row_weight)
+
+    def _rows_and_targets(
+        self,
+        logits: Logits,
+        target: fx.Node | None,
+        ignore: int | None,
+        wraps: bool,
+        masks: Sequence[tuple[fx.Node, Link]] = (),
+    ) -> tuple[fx.Node, fx.Node]:
+        """x [N, H] and targets [N]."""
         product = cast(Product, logits.product)
         x = self.rows_of(product, logits.rows)
         ignore_index = NO_IGNORE if ignore is None else ignore
         if target is None:  # only the logsumexp is wanted: every row is ignored
             rows = self.call(SYM_SIZE, x, 0)
             device = value(product.node).device
-            y = self.call(torch.full, (rows,), ignore_index, dtype=torch.int64, device=device)
-        else:
-            y = self.call(aten.reshape.default, self.ref(target), [-1])
-            if wraps:
-                from_end = self.call(aten.add.Tensor, y, self._vocab(logits))
-                y = self.call(aten.where.self, self.call(aten.lt.Scalar, y, 0), from_end, y)
-            y = self._without(y, masks, ignore_index, logits)
+            return x, self.call(torch.full, (rows,), ignore_index, dtype=torch.int64, device=device)
+        y = self.call(aten.reshape.default, self.ref(target), [-1])
+        if wraps:
+            from_end = self.call(aten.add.Tensor, y, self._vocab(logits))
+            y = self.call(aten.where.self, self.call(aten.lt.Scalar, y, 0), from_end, y)
+        return x, self._without(y, masks, ignore_index, logits)
+
+    def _write_operator(
+        self,
+        logits: Logits,
+        x: fx.Node,
+        y: fx.Node,
+        ignore: int | None,
+        summed: bool,
+        row_weight: fx.Node | None = None,
+    ) -> dict[str, fx.Node]:
+        product = cast(Product, logits.product)
+        ignore_index = NO_IGNORE if ignore is None else ignore
         shape_of_map = (logits.map.squash, logits.map.inner, logits.map.outer, ignore_index)
         if product.given:
             x = self._chosen(logits, x, 1)

@@ -26,7 +26,7 @@ from fuse_losses.rewrite.chunk_graph import ChunkGraph, row_sum_dims
 from fuse_losses.rewrite.pairs import PairGraph, read_divergence
 
 FUNCTIONALS = (*PER_ROW, NllLoss)
-MOST_JOINED = 8  # exits that may be parts of one divergence; a loop over sequences has any number of its own
+MOST_COMBINED = 8  # exits that may be parts of one divergence; a loop over sequences has any number of its own
 
 
 @dataclass
@@ -82,11 +82,11 @@ class Slicer:
             lifted = self.values.get(node)
             if isinstance(lifted, FUNCTIONALS) and not _biased_input(lifted):
                 found.functionals[node] = cast(Functional, lifted)
-                return _refs(found.functionals[node])
+                return refs(found.functionals[node])
             divergence = self._divergence(node) if isinstance(lifted, Unlifted) else None
             if divergence is not None:
                 found.functionals[node] = divergence
-                return _refs(divergence)
+                return refs(divergence)
             if self._reads_wide(node) or isinstance(lifted, Wide):
                 formless.append(node)
                 return ()
@@ -114,11 +114,11 @@ class Slicer:
         found = read_divergence(build, build.outputs[node], lambda n: constant(self.tail, n))
         return found and replace(found, summed=summed)
 
-    def joined(self, region: Region, exits: Sequence[fx.Node]) -> list[ExitSlice]:
+    def combined(self, region: Region, exits: Sequence[fx.Node]) -> list[ExitSlice]:
         """Nodes that make one divergence of several exits (`0.5 * kl_1.sum(-1) + 0.5 * kl_2.sum(-1)`), lifted."""
         members, wanted = set(region.nodes), set(exits)
         found: list[ExitSlice] = []
-        if len(exits) > MOST_JOINED:
+        if len(exits) > MOST_COMBINED:
             return found
         for node in self.tail.nodes:
             if len(wanted) < 2 or node in members or node in wanted or node not in self.tail.results:
@@ -164,7 +164,7 @@ class Slicer:
         if between is None:
             return None
         whole = ExitSlice(between[-1], scalar, {scalar: loss}, dead=between[:-1])
-        self._walk(whole, region, lambda n: _refs(loss) if n is scalar else _copied(n))
+        self._walk(whole, region, lambda n: refs(loss) if n is scalar else _copied(n))
         return whole
 
     def _between(self, exit: fx.Node, scalar: fx.Node) -> list[fx.Node] | None:
@@ -254,17 +254,18 @@ def _copied(node: fx.Node) -> Iterable[fx.Node]:
     return () if node.target in SIZES else node.all_input_nodes
 
 
-def _refs(functional: Functional) -> list[fx.Node]:
+def refs(functional: Functional) -> list[fx.Node]:
+    """The ATen values outside of the region that a functional reads."""
     if isinstance(functional, Divergence):
         return [n for n in _divergence_refs(functional) if isinstance(n, fx.Node)]
-    refs: list[Any] = [functional.logits.bias]
+    found: list[Any] = [functional.logits.bias]
     if isinstance(functional, WeightedLoss):
-        refs.extend(_refs(functional.per_row))
-        refs.extend(link.factor for link in functional.links)
+        found.extend(refs(functional.per_row))
+        found.extend(link.factor for link in functional.links)
     for step in functional.logits.rows:
-        refs.extend(step.args)
-    refs.append(getattr(functional, "target", None))
-    return [r for r in refs if isinstance(r, fx.Node)]
+        found.extend(step.args)
+    found.append(getattr(functional, "target", None))
+    return [r for r in found if isinstance(r, fx.Node)]
 
 
 def _divergence_refs(divergence: Divergence) -> Iterator[Any]:

@@ -150,3 +150,28 @@ def setitem_vocabulary(x, w, c):
     logits = F.linear(x, w)
     logits[..., V - 8 :] = -1e9
     return F.cross_entropy(logits.view(-1, V), (c % (V - 8)).view(-1))
+
+
+@form("X7", "torch.func.grad_and_value inside", "kernels")
+def func_grad(x1, w, y1):
+    def loss(x, w):
+        return F.cross_entropy(F.linear(x, w), y1)
+
+    return torch.func.grad_and_value(loss, argnums=(0, 1))(x1.detach(), w.detach())
+
+
+@form("X7", "torch.func.grad inside, logits beside the loss", "kernels")
+def func_grad_aux(x1, w, y1):
+    def loss(w):
+        logits = x1.detach().tanh() @ w.t()
+        return F.cross_entropy(logits, y1, reduction="sum") / 7, logits
+
+    return torch.func.grad(loss, has_aux=True)(w.detach())
+
+
+@form("X7", "torch.func.grad inside, smoothed", "rows")
+def func_grad_rows(x1, w, y1):
+    def loss(x, w):
+        return F.cross_entropy(F.linear(x, w), y1, label_smoothing=0.1)
+
+    return torch.func.grad_and_value(loss, argnums=1)(x1.detach(), w.detach())

@@ -243,3 +243,50 @@ def megatron(x, w, c, m):
     logits = F.linear(x.transpose(0, 1), w).transpose(0, 1)
     losses = Parallel.apply(logits.contiguous(), c)
     return (losses * m).sum() / m.sum() + 1e-4 * logits.logsumexp(-1).square().mean()
+
+
+@form("C27", "log_softmax by hand", "rows")
+def log_softmax_by_hand(x, w, c):
+    z = F.linear(x, w)
+    z = z - z.amax(-1, keepdim=True)
+    log_probs = z - torch.log(torch.sum(torch.exp(z), dim=-1, keepdim=True))
+    return -log_probs.gather(-1, c.unsqueeze(-1)).mean()
+
+
+@form("C27", "log_softmax by hand, the largest by max, picked by an index", "rows")
+def log_softmax_by_hand_indexed(x1, w, c1):
+    z = x1 @ w.t()
+    z = z - z.max(dim=-1, keepdim=True).values.detach()
+    log_probs = z - z.exp().sum(-1, keepdim=True).log()
+    return -log_probs[torch.arange(len(c1)), c1]
+
+
+@form("C27", "softmax by hand", "rows")
+def softmax_by_hand(x, w, c):
+    e = torch.exp(F.linear(x, w))
+    p = e / e.sum(-1, keepdim=True)
+    return -p.gather(-1, c.unsqueeze(-1)).log().mean()
+
+
+@form("C28", "margins to the target", "rows")
+def multi_margin(x1, w, c1):
+    return F.multi_margin_loss(F.linear(x1, w), c1)
+
+
+@form("C28", "squared margins, weighted classes, one loss per row", "rows")
+def multi_margin_squared(x1, w, c1, b):
+    return F.multi_margin_loss(F.linear(x1, w), c1, p=2, margin=0.5, weight=b.detach().abs(), reduction="none")
+
+
+@form("C28", "a sigmoid for each class", "rows")
+def sigmoids(x, w, t):
+    return F.binary_cross_entropy_with_logits(F.linear(x, w), t.sigmoid())
+
+
+@form("C28", "a sigmoid for each class, weighted, summed", "rows")
+def sigmoids_weighted(x1, w, c1, b):
+    hot = F.one_hot(c1, V).to(w.dtype)
+    weights = b.detach().abs()
+    return F.binary_cross_entropy_with_logits(
+        F.linear(x1, w), hot, weight=weights, pos_weight=weights + 1, reduction="sum"
+    )

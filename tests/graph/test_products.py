@@ -183,3 +183,23 @@ def test_what_is_behind_a_product_or_a_norm_is_not_given_logits() -> None:
     dropped = graph_of(lambda x, w, y: F.cross_entropy(F.dropout(F.linear(x, w), 0.5, True), y), x, w, y)
     assert [a.product.given for a in find_anchors(dropped)] == [False]
     assert heads(lambda x, w, y: F.cross_entropy(F.layer_norm(x, [3]), y), x, w, y) == []
+
+
+WIDE = torch.randn(5 * HIDDEN, HIDDEN)
+BY_HAND = {
+    "softmax": (lambda: (lambda e: e / e.sum(-1, keepdim=True))(F.linear(X, WIDE).exp()), 1),
+    "logsumexp": (lambda: torch.exp(F.linear(X, WIDE) * 2).sum(dim=2).log(), 1),
+    "sigmoids": (lambda: F.binary_cross_entropy_with_logits(F.linear(X1, WIDE), torch.ones(10, len(WIDE))), 1),
+    "margins": (lambda: F.multi_margin_loss(F.linear(X1, WIDE), torch.zeros(10, dtype=torch.int64)), 1),
+    "a sum over rows": (lambda: F.linear(X, WIDE).exp().sum(1), 0),
+    "a sum of everything": (lambda: F.linear(X, WIDE).exp().sum(), 0),
+    "no sum": (lambda: F.linear(X, WIDE).exp() * 2, 0),
+    "as narrow as an MLP": (lambda: F.linear(X, WIDE[: 4 * HIDDEN]).exp().sum(-1), 0),
+    "attention": (lambda: (X @ X.mT).exp().sum(-1), 0),
+    "a sigmoid of one logit": (lambda: F.binary_cross_entropy_with_logits(F.linear(X, W[:1]), torch.ones(2, 5, 1)), 0),
+}
+
+
+@pytest.mark.parametrize(("fn", "count"), BY_HAND.values(), ids=BY_HAND)
+def test_what_is_normalised_by_hand(fn, count: int) -> None:
+    assert len(find_anchors(graph_of(fn))) == count

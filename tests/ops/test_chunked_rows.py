@@ -10,10 +10,10 @@ import textwrap
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from fuse_losses.ops import composite
 from fuse_losses.ops.chunked_rows import register_region
 
 OPS = torch.ops.fuse_losses
@@ -92,18 +92,13 @@ def test_opcheck_forward(key: str) -> None:
 
 
 @pytest.mark.parametrize("needs", [[True] * 5, [True, False, False, False, False], [False, False, True, False, True]])
-def test_the_fake_of_the_backward_has_its_shapes(key: str, needs: list[bool]) -> None:
-    """Not opcheck, whose checks are dispatch modes: see the test below."""
+@pytest.mark.parametrize("used", [[True, True], [True, False]])
+def test_opcheck_backward(key: str, needs: list[bool], used: list[bool]) -> None:
     rows, whole = ([a.detach() for a in some] for some in tensors())
-    how = (needs, 3, "float32", False)
-    real = OPS.rows_bwd(key, [torch.randn(N), torch.randn(N, 3), None], rows, whole, *how)
-    with FakeTensorMode() as mode:
-        fakes = [[mode.from_tensor(a) for a in some] for some in (rows, whole)]
-        fake = OPS.rows_bwd(key, [torch.randn(N), torch.randn(N, 3), None], *fakes, *how)
-    assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in real]
+    grads = [g if use else None for g, use in zip([torch.randn(N), torch.randn(N, 3)], used, strict=True)]
+    torch.library.opcheck(OPS.rows_bwd.default, (key, [*grads, None], rows, whole, needs, 3, "float32", False))
 
 
-@pytest.mark.xfail(reason="functorch's vjp does not run inside an operator that a dispatch mode called", strict=True)
 def test_under_a_dispatch_mode(key: str) -> None:
     """A user who counts operations sees the same numbers."""
     rows, whole = tensors()
@@ -111,6 +106,40 @@ def test_under_a_dispatch_mode(key: str) -> None:
         made = OPS.chunked_rows(key, rows, whole, 3, "float32", False)
         ours = gradients(made, [*rows, *whole])
     torch.testing.assert_close(ours, gradients(loss(*rows, *whole), [*rows, *whole]))
+
+
+def halved(x: Tensor) -> Tensor:
+    """Its operations depend on the number of rows."""
+    return x / 2 if x.shape[0] > 2 else x * 0.5 + 0.0
+
+
+def test_operations_that_depend_on_the_number_of_rows() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.square, (graph.call_function(halved, (x,)),)),))
+    key = register_region(fx.GraphModule(torch.nn.Module(), graph))
+    x = torch.randn(8, H, requires_grad=True)
+    (made,) = OPS.chunked_rows(key, [x], [], 3, "float32", False)
+    upstream = torch.randn(8, H)
+    (grad,) = torch.autograd.grad(made, x, upstream)
+    torch.testing.assert_close(grad, upstream * x.detach() / 2)
+
+
+def test_a_transform_of_the_caller_takes_one_derivative(key: str) -> None:
+    rows, whole = ([a.detach() for a in some] for some in tensors(torch.float64))
+
+    def ours(x, w):
+        a, b, _ = composite(OPS.chunked_rows.default)(key, [x, rows[1]], [w, *whole[1:]], 3, "float32", False)
+        return a.square().sum() + b.sum()
+
+    def eager(x, w):
+        a, b, _ = loss(x, rows[1], w, *whole[1:])
+        return a.square().sum() + b.sum()
+
+    x, w = rows[0], whole[0]
+    torch.testing.assert_close(torch.func.grad(ours, (0, 1))(x, w), torch.func.grad(eager, (0, 1))(x, w))
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.func.grad(lambda w: torch.func.grad(ours)(x, w).sum())(w)
 
 
 def test_gradcheck(key: str) -> None:
