@@ -63,10 +63,11 @@ def identify(f: Callable[[Tensor, Tensor], Tensor], constants: Iterable[float]) 
 
 @functools.lru_cache(256)
 def _on_grid(name: str, k: float) -> tuple[Tensor, Tensor, Tensor]:
-    """phi, phi1 and phi2 of a page."""
+    """phi of a page, and its derivatives by log p and by log q."""
     lp, lq = grid()
-    page = DIVERGENCES[name]
-    return tuple(f(lp.exp(), lq.exp(), lp, lq, k) for f in (page.phi, page.phi1, page.phi2))  # type: ignore[return-value]
+    page, point = DIVERGENCES[name], (lp.exp(), lq.exp(), lp, lq, k)
+    scale = page.scale(k)
+    return page.phi(*point), scale[0] * page.phi1(*point), scale[1] * page.phi2(*point)
 
 
 def holds_beyond(match: Match, f: Callable[[Tensor, Tensor], Tensor], forms: tuple[str, str]) -> bool:

@@ -78,6 +78,8 @@ class KernelWriter(IndexedWriter):
         """(values or hidden states, weight, bias) and how they make a distribution."""
         if side.tensor is not None:
             rows = self.row_input(cast(RowInput, side.tensor))
+            if not side.tensor.source.meta["val"].dtype.is_floating_point:  # a one-hot of integers
+                rows = self.call(aten.to.dtype, rows, torch.float32)
             return [self._detached(side, rows), None, None], (side.form, "identity", 1.0, 1.0)
         product, how = cast(Product, side.logits.product), side.logits.map
         operands: list[Any] = [self.rows_of(product, side.logits.rows), None, None]
