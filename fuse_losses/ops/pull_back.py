@@ -73,7 +73,8 @@ def trace_pull_back(
         source = ConstantSource("rows")
         symbol = shapes.create_symbol(ROWS, source, dynamic_dim=DimDynamic.DYNAMIC)
         count = shapes.create_symintnode(symbol, hint=ROWS, source=source) if rows is None else rows
-        with FakeTensorMode(shape_env=shapes):
+        # the modes of the trace belong to this thread, and so must the backward of CUDA tensors
+        with torch.autograd.set_multithreading_enabled(False), FakeTensorMode(shape_env=shapes):
             traced = make_fx(pull_back)(*[layout.empty(count) for layout in (*inputs, *grads)])
         return None if shapes.guards else traced
 
