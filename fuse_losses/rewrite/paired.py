@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fuse_losses.graph.products import Product, value
-from fuse_losses.graph.rows import Rowed
+from fuse_losses.graph.rows import SUMS, Rowed
 from fuse_losses.head.algebra import Divergence, Functional, Side, WeightedLoss
 from fuse_losses.head.sizes import sizes
 from fuse_losses.rewrite.chunk_graph import RowInput, WholeInput
@@ -40,9 +40,12 @@ class KernelWriter(IndexedWriter):
         made = self.call(torch.ops.fuse_losses.divergence.default, *tensors, *how)
         weight = self._row_weight(found, tensors[0])
         made = self._scaled(made if weight is None else self.call(aten.mul.Tensor, made, weight), found.factor)
-        if not isinstance(self.analysis.values[node], Rowed):
+        if node.target in SUMS and not isinstance(self.analysis.values[node], Rowed):
             return self.sum_of_rows(node, made)
-        made = self.call(aten.reshape.default, made, self.shape(sizes(node)))
+        if found.summed:
+            made = self.call(aten.sum.default, made)
+        else:
+            made = self.call(aten.reshape.default, made, self.shape(sizes(node)))
         return self.call(aten.to.dtype, made, node.meta["val"].dtype)
 
     def _weighted_divergence(self, node: fx.Node, loss: WeightedLoss, found: Divergence) -> fx.Node:

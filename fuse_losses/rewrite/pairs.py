@@ -116,10 +116,13 @@ class PairGraph(ChunkGraph):
 
 
 def read_divergence(
-    build: PairGraph, output: fx.Node, constant: Callable[[fx.Node], float | None]
+    build: PairGraph, outputs: Sequence[tuple[float, fx.Node]], constant: Callable[[fx.Node], float | None]
 ) -> Divergence | None:
-    """The divergence that `output` of the chunk's graph is, or None; `constant`: the number that an input holds."""
-    return _Reader(build, constant).read(output)
+    """The divergence that a sum of factors times outputs of the chunk's graph is, or None.
+
+    constant: the number that an input holds, if it is always the same.
+    """
+    return _Reader(build, constant).read(outputs)
 
 
 class _Reader:
@@ -135,9 +138,14 @@ class _Reader:
         for node in build.graph.nodes:
             self.wide[node] = self._is_wide(node)
 
-    def read(self, output: fx.Node) -> Divergence | None:
-        terms = self._rows(output)
-        if not terms or any(t.weights != terms[0].weights for t in terms):
+    def read(self, outputs: Sequence[tuple[float, fx.Node]]) -> Divergence | None:
+        terms: list[Term] = []
+        for factor, output in outputs:
+            found = _times(self._rows(output), factor)
+            if not found:
+                return None
+            terms += found
+        if any(t.weights != terms[0].weights for t in terms):
             return None
         nodes = self._ancestors([t.core for t in terms])
         if nodes is None:

@@ -25,6 +25,7 @@ from fuse_losses.report.decline import Declined
 from fuse_losses.rewrite.chunk_graph import ChunkGraph, row_sum_dims
 from fuse_losses.rewrite.pairs import PairGraph, read_divergence
 
+aten = torch.ops.aten
 FUNCTIONALS = (*PER_ROW, NllLoss)
 MOST_COMBINED = 8  # exits that may be parts of one divergence; a loop over sequences has any number of its own
 
@@ -97,22 +98,48 @@ class Slicer:
 
     def _divergence(self, node: fx.Node) -> Divergence | None:
         """The divergence between two distributions that the node is, per row or summed over all of them."""
-        known, summed = self.analysis.values.get(node), False
-        if isinstance(known, Loose) and node.target in SUMS:
-            source = self.analysis.values.get(cast(fx.Node, node.args[0]))
-            rows = row_sum_dims(self.analysis, node)[1] if isinstance(source, Rowed) else []
-            summed = not sizes(node)
-            if not rows:
+        known = self.analysis.values.get(node)
+        if isinstance(known, Loose):
+            parts = self._sums(node)
+            if not parts:
                 return None
-        elif not isinstance(known, Rowed) or known.wide:
+        elif isinstance(known, Rowed) and not known.wide:
+            parts = [(1.0, node)]
+        else:
             return None
         build = PairGraph(self.analysis, self.tail.sources, self.cuts, self.values)
         try:
-            build.add_output(node)
+            for _, part in parts:
+                build.add_output(part)
         except Declined:
             return None
-        found = read_divergence(build, build.outputs[node], lambda n: constant(self.tail, n))
-        return found and replace(found, summed=summed)
+        outputs = [(factor, build.outputs[part]) for factor, part in parts]
+        found = read_divergence(build, outputs, lambda n: constant(self.tail, n))
+        return found and replace(found, summed=isinstance(known, Loose) and not sizes(node))
+
+    def _sums(self, node: fx.Node) -> list[tuple[float, fx.Node]]:
+        """The sums over rows that the node is, or is combined from with constant factors; none if it is neither."""
+        if node.target in SUMS:
+            source = self.analysis.values.get(cast(fx.Node, node.args[0]))
+            return [(1.0, node)] if isinstance(source, Rowed) and row_sum_dims(self.analysis, node)[1] else []
+        found: list[tuple[float, fx.Node]] = []
+        stack: list[tuple[float, Any]] = [(1.0, node)]
+        while stack:
+            factor, at = stack.pop()
+            if not isinstance(at, fx.Node) or sizes(at) or not isinstance(self.analysis.values.get(at), Loose):
+                return []
+            left, right = (*at.args, None)[:2]
+            if at.target is aten.sum.default:
+                found.append((factor, at))
+            elif at.target in (aten.add.Tensor, aten.sub.Tensor) and not at.kwargs:
+                stack += [(factor, left), (-factor if at.target is aten.sub.Tensor else factor, right)]
+            elif at.target is aten.mul.Tensor and isinstance(right, (int, float)):
+                stack.append((factor * right, left))
+            elif at.target is aten.div.Tensor and isinstance(right, (int, float)) and right:
+                stack.append((factor / right, left))
+            else:
+                return []
+        return found if len(found) > 1 and all(self._sums(part) for _, part in found) else []
 
     def combined(self, region: Region, exits: Sequence[fx.Node]) -> list[ExitSlice]:
         """Nodes that make one divergence of several exits (`0.5 * kl_1.sum(-1) + 0.5 * kl_2.sum(-1)`), lifted."""

@@ -152,6 +152,18 @@ def symmetric(x, w, y, wt):
     return (0.5 * there + 0.5 * F.kl_div(teacher, student, log_target=True, reduction="none").sum(-1)).mean()
 
 
+def symmetric_of_means(x, w, y, wt):
+    student, teacher = F.linear(x, w).log_softmax(-1), F.linear(y, wt[:VOCAB]).log_softmax(-1)
+    there = F.kl_div(student, teacher, log_target=True, reduction="batchmean")
+    return 0.5 * there + 0.5 * F.kl_div(teacher, student, log_target=True, reduction="batchmean")
+
+
+def jsd_of_means(lp, lq, beta=0.3):
+    mixed = torch.log(beta * lq.exp() + (1 - beta) * lp.exp())
+    of_teacher = F.kl_div(mixed, lq, reduction="batchmean", log_target=True)
+    return beta * of_teacher + (1 - beta) * F.kl_div(mixed, lp, reduction="batchmean", log_target=True)
+
+
 def skewed(x, w, y, wt, lam=0.1):
     student, teacher = F.linear(x, w).softmax(-1), F.linear(y, wt[:VOCAB]).softmax(-1)
     return (student * (student.log() - (lam * student + (1 - lam) * teacher).log())).sum(-1).mean()
@@ -192,6 +204,8 @@ SPELLINGS = [
     (one_weight, "soft_cross_entropy", 0.0),
     (reverse_per_row, "reverse_kl", 0.0),
     (symmetric, "symmetric_kl", 0.5),
+    (symmetric_of_means, "symmetric_kl", 0.5),
+    (jsd_of_means, "jsd", 0.3),
     (skewed, "reverse_kl", 0.1),
     (offline_probs, "kl", 0.0),
     (offline_logits, "kl", 0.0),
