@@ -111,8 +111,8 @@ class GenericWriter(Writer):
         for _ in range(offset):
             x = self.call(aten.unsqueeze.default, x, 0)
         own = (*[1] * offset, *own)
-        full = [self.size(s) if label == "r" else -1 for s, label in zip(spec.shape, spec.labels, strict=True)]
         if any(label == "r" and not same(o, s) for o, s, label in zip(own, spec.shape, spec.labels, strict=True)):
+            full = [self.size(s) if label == "r" else -1 for s, label in zip(spec.shape, spec.labels, strict=True)]
             x = self.call(aten.expand.default, x, full)
         first = [d for d, label in enumerate(spec.labels) if label == "r"]
         rest = [d for d, label in enumerate(spec.labels) if label != "r"]
