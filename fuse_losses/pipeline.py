@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module
 
 from fuse_losses.graph import calls
+from fuse_losses.graph.masks import number_masks
 from fuse_losses.graph.products import Anchor, Product, find_anchors, returned_logits, value
 from fuse_losses.graph.region import (
     Region,
@@ -126,6 +127,7 @@ def _fuse_heads(gm: fx.GraphModule, options: Options, report: Report, checkpoint
     if not products:
         return False
     try:
+        number_masks(gm.graph, products)
         tail = retrace(gm, products)
         cuts = gradient_cuts(tail)
         analysis = analyse(tail.graph, {n: p.vocab_dim for n, p in tail.sources.items()})

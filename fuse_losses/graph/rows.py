@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fuse_losses.head.sizes import SIZES, arange_along, dim_of, same, sizes
+from fuse_losses.head.sizes import SIZES, dim_of, same, sizes
 from fuse_losses.head.table import OperatorTable
 
 aten = torch.ops.aten
@@ -81,6 +81,10 @@ REDUCE = (
     aten.argmin.default,
     aten.max.dim,
     aten.min.dim,
+    aten.median.dim,
+    aten.nanmedian.dim,
+    aten.mode.default,
+    aten.kthvalue.default,
     aten.var.correction,
     aten.std.correction,
     aten.linalg_vector_norm.default,
@@ -93,6 +97,8 @@ ALONG = (
     aten.cumsum.default,
     aten.cumprod.default,
     aten.logcumsumexp.default,
+    aten.cummax.default,
+    aten.cummin.default,
     aten.sort.default,
 )
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -279,28 +285,6 @@ def _scatter(state: RowAnalysis, node: fx.Node) -> Value:
     return source
 
 
-@rule(aten.index.Tensor)
-def _index(state: RowAnalysis, node: fx.Node) -> Value:
-    """z[arange(N), y] takes one class per row; z[..., ids] some classes of every row."""
-    source, indices = state.rowed(node.args[0]), list(cast("list[Any]", node.args[1]))
-    if source is None:
-        return lose(node, "rows_mix", "an index made from the logits reads something else")
-    old = sizes(node.args[0])
-    indices += [None] * (len(old) - len(indices))
-    used = [d for d, i in enumerate(indices) if i is not None]
-    if len(used) == 1 and source.labels[used[0]] != "r" and not state.depends(indices[used[0]]):
-        index = indices[used[0]]
-        if index.meta["val"].dtype in (torch.int64, torch.int32) and len(sizes(index)) == 1:
-            return Rowed(relabelled(source.labels, used[0], "v"))
-    last = len(old) - 1
-    if source.labels == "r" * last + "v" and len(used) == len(old) and same(sizes(node), old[:last]):
-        target = indices[last]
-        rows_in_order = all(arange_along(i, d, old[:last]) for d, i in enumerate(indices[:last]))
-        if same(sizes(target), old[:last]) and rows_in_order and not state.depends(target):
-            return Rowed("r" * last)
-    return lose(node, "rows_mix", "an index selects or reorders rows of the logits")
-
-
 @rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _nll(state: RowAnalysis, node: fx.Node) -> Value:
     source, target = state.rowed(node.args[0]), node.args[1]
@@ -309,7 +293,7 @@ def _nll(state: RowAnalysis, node: fx.Node) -> Value:
     labels = "" if source is None else source.labels
     # a dim of one row may have been labelled as no row at all
     others = all(labels[d] == "r" or same(old[d], 1) for d in range(len(labels)) if d != axis)
-    if source is None or labels[axis] != "v" or not others:
+    if source is None or labels[axis] == "r" or not others:
         return lose(node, "wrong_axis", f"nll_loss takes its classes from dim {axis}, not from the vocabulary")
     if state.depends(target) or state.depends(node.args[2]):
         return lose(node, "rows_mix", "the targets of nll_loss are computed from the logits")
@@ -321,4 +305,7 @@ def _getitem(state: RowAnalysis, node: fx.Node) -> Value:
     return state.values[cast(fx.Node, node.args[0])]
 
 
-import fuse_losses.graph.row_views  # noqa: E402, F401  last, for its rules are made with what is above
+# last, for their rules are made with what is above
+import fuse_losses.graph.row_picks  # noqa: E402
+import fuse_losses.graph.row_products  # noqa: E402
+import fuse_losses.graph.row_views  # noqa: E402, F401

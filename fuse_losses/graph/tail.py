@@ -57,13 +57,14 @@ class Tail:
 def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
     """Retrace what depends on the products under the tracing context's fake mode; raises Declined."""
     made = [p.node for p in products]
-    nodes = _dependents(gm.graph, made)
+    nodes = dependents(gm.graph, made)
     if len(nodes) > MAX_TAIL:
         raise Declined("opaque", f"more than {MAX_TAIL} operations depend on the head", calls.user_line(made[0]))
     tail_nodes = set(nodes)
     factories = _factories(gm.graph, nodes)
     shapes = {a for n in nodes for a in n.all_input_nodes if isinstance(a.meta.get("example_value"), torch.Size)}
-    inside = {*nodes, *factories, *shapes, *_teachers(gm.graph, nodes, products)}
+    columns = {a for n in nodes for a in n.all_input_nodes if _is_column(a)}
+    inside = {*nodes, *factories, *shapes, *columns, *_teachers(gm.graph, nodes, products)}
     inputs = list(made)
     for node in gm.graph.nodes:
         if node in inside:
@@ -174,8 +175,26 @@ def _reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
     return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
 
 
-# What splits a tensor is retraced as slices of it, so that the rows of each part are known; losses, as what they say.
+def _pad(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> Any:
+    aten = torch.ops.aten
+    for i in range(0, len(pad), 2):
+        dim = x.dim() - 1 - i // 2
+        if any(isinstance(n, int) and n < 0 for n in pad[i : i + 2]):
+            x = aten.slice.Tensor(x, dim, max(0, -pad[i]), pad[i + 1] if pad[i + 1] < 0 else 2**63 - 1)
+        added: list[Any] = []
+        for n in pad[i : i + 2]:
+            shape = [n if d == dim else s for d, s in enumerate(x.shape)]
+            some = not isinstance(n, int) or n > 0
+            added.append([aten.full.default(shape, value, dtype=x.dtype, device=x.device)] if some else [])
+        if any(added):
+            x = aten.cat.default([*added[0], x, *added[1]], dim)
+    return x
+
+
+# What splits a tensor is retraced as slices of it, so that the rows of each part are known; what pads it joins it with
+# constants (and is spared a fake kernel that takes no symbolic sizes); losses, as what they say.
 PARTS = {
+    torch.ops.aten.constant_pad_nd.default: _pad,
     torch.ops.aten.split.Tensor: _split,
     torch.ops.aten.split_with_sizes.default: _split_with_sizes,
     torch.ops.aten.unbind.int: _unbind,
@@ -184,7 +203,8 @@ PARTS = {
 }
 
 
-def _dependents(graph: fx.Graph, roots: Sequence[fx.Node]) -> list[fx.Node]:
+def dependents(graph: fx.Graph, roots: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes that depend on `roots`, which are not among them, in the graph's order."""
     depends = set(roots)
     found = []
     for node in graph.nodes:
@@ -201,8 +221,8 @@ def _factories(graph: fx.Graph, nodes: list[fx.Node]) -> set[fx.Node]:
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or not is_tensor(node) or storage(node) in written:
             continue
-        if calls.is_call(node, calls.CONSTANTS | calls.RANDOM):
-            continue  # a retrace would lift the values of the ones out of the graph, and draw the others again
+        if calls.is_call(node, calls.CONSTANTS | calls.RANDOM) or any(hint(s) is None for s in _shape(node)):
+            continue  # a retrace would lift the values of some out of the graph, and draw or count the others again
         if all(a in pure or isinstance(a.meta.get("example_value"), _NUMBERS) for a in node.all_input_nodes):
             pure.add(node)
     needed: set[fx.Node] = set()
@@ -233,6 +253,16 @@ def _teachers(graph: fx.Graph, nodes: Sequence[fx.Node], products: Sequence[Prod
         if wide and readers and kept and learns:
             found.add(node)
     return found
+
+
+def _is_column(node: fx.Node) -> bool:
+    """True for one of the indices that a mask stands for: the retrace sees that they belong together."""
+    source = node.args[0] if node.target is torch.ops.aten.select.int else None
+    return isinstance(source, fx.Node) and source.target is torch.ops.aten.nonzero.default
+
+
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(node.meta["example_value"].shape)
 
 
 def _has_value(node: fx.Node) -> bool:

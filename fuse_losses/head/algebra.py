@@ -46,9 +46,10 @@ class LogitMap:
 
 @dataclass(frozen=True)
 class RowStep:
-    """A view that rearranges or selects rows: `slice`, `select`, `permute` or `reshape`, on the dims of the rows alone.
+    """What rearranges or selects rows, on their dims alone: a view, `index`, `flip` or `roll`.
 
-    `reshape` carries the new sizes of the row dims; the hidden (or vocabulary) dim is always last and untouched.
+    `reshape` carries the new sizes of the row dims, `index` an index or None for each of them; the hidden (or
+    vocabulary) dim is always last and untouched.
     `shape` are the sizes of the row dims behind the step.
     """
 

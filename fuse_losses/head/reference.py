@@ -25,6 +25,8 @@ VIEWS: dict[str, Callable[..., Tensor]] = {
     "slice": torch.ops.aten.slice.Tensor,
     "select": torch.select,
     "unsqueeze": torch.unsqueeze,
+    "flip": torch.flip,
+    "roll": torch.roll,
 }
 
 
@@ -86,11 +88,13 @@ def mapped(map: LogitMap, u: Tensor) -> Tensor:
 
 
 def stepped(step: RowStep, rows: Tensor) -> Tensor:
-    """The view of [*rows, last] that leaves its last dim alone."""
+    """What a step makes of [*rows, last]; the last dim is left alone."""
     if step.kind == "reshape":
         return rows.reshape(*step.args, rows.shape[-1])
     if step.kind == "permute":
         return rows.permute(*step.args, rows.dim() - 1)
+    if step.kind == "index":
+        return torch.ops.aten.index.Tensor(rows, list(step.args))
     return VIEWS[step.kind](rows, *step.args)
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from fuse_losses.head.algebra import LogProb, LogSumExp, NllLoss, RowStep, Selected
-from fuse_losses.head.sizes import arange_along, dim_of, product, same, sizes
+from fuse_losses.head.picks import pick_of
+from fuse_losses.head.sizes import dim_of, product, same, sizes
 from fuse_losses.head.values import Lift, Lifted, Unlifted, Wide, is_own_lse, rule
 
 aten = torch.ops.aten
@@ -225,6 +226,18 @@ def _permute(state: Lift, node: fx.Node) -> Lifted:
     return _stepped(wide, "permute", rows, order.index(p), sizes(node))
 
 
+@rule(aten.flip.default, aten.roll.default)
+def _moved(state: Lift, node: fx.Node) -> Lifted:
+    wide, p = state.the_wide(node), state.the_wide(node).vocab_dim
+    flips = node.target is aten.flip.default
+    dims = [dim_of(d, node) for d in cast("list[int]", (*node.args, [])[1 if flips else 2])]
+    if p in dims or not dims:
+        return Unlifted("the vocabulary is moved", node)
+    moved = tuple(d - (d > p) for d in dims)
+    args = (moved,) if flips else (tuple(cast("list[Any]", node.args[1])), moved)
+    return _stepped(wide, "flip" if flips else "roll", args, p, sizes(node))
+
+
 def _stepped(wide: Wide, kind: str, args: tuple[Any, ...], vocab_dim: int, shape: tuple[Any, ...]) -> Wide:
     rows = (*shape[:vocab_dim], *shape[vocab_dim + 1 :])
     logits = replace(wide.logits, rows=(*wide.logits.rows, RowStep(kind, args, rows)))
@@ -261,23 +274,28 @@ def _gather(state: Lift, node: fx.Node) -> Lifted:
     return _pick(wide, index, node)
 
 
-@rule(aten.index.Tensor)
+@rule(aten.index.Tensor, aten.index_select.default)
 def _index(state: Lift, node: fx.Node) -> Lifted:
-    """z[arange(N), y]: one class per row, the rows in their own order."""
-    wide, indices = state.wide(node.args[0]), cast("list[fx.Node | None]", node.args[1])
-    old = sizes(node.args[0])
-    if wide is None or any(i in state.values for i in indices if i is not None):
-        return Unlifted("the logits are used as an index", node)
-    p = wide.vocab_dim
-    if len(indices) != len(old) or p != len(old) - 1 or any(i is None for i in indices):
-        return Unlifted("an index selects rows of the logits", node)
-    rows = old[:p]
-    target = indices[p]
-    if target is None or not same(sizes(target), rows) or not same(sizes(node), rows):
-        return Unlifted("the index does not take one class of every row", node)
-    for d, index in enumerate(indices[:p]):
-        if not arange_along(index, d, rows):
-            return Unlifted("the row index is not arange over all rows", node)
+    """z[rows]: some of the rows; z[rows, y]: one class of each of them."""
+    wide, pick = state.wide(node.args[0]), pick_of(node)
+    if wide is None or pick is None or any(i in state.values for i in pick.indices):
+        return Unlifted("an index is made from the logits, or picks by a mask or from dims that are apart", node)
+    p, old = wide.vocab_dim, sizes(node.args[0])
+    rows = [d for d in pick.dims if d != p]
+    if p in pick.dims and (pick.of_one_mask or not (p == len(old) - 1 and len(rows) == p)):
+        return Unlifted("some classes are picked", node)
+    shape = sizes(node)
+    if p not in pick.dims:
+        entries = tuple(pick.indices[d - pick.first] if d in rows else None for d in range(len(old)) if d != p)
+        return _stepped(wide, "index", entries, p + (pick.rank - len(rows)) * (p > pick.first), shape)
+    target = pick.indices[-1]
+    if not same(sizes(target), shape):
+        return Unlifted("the index takes one class for several rows", node)
+    if not pick.in_order(len(rows), node):
+        if not pick.spanned(len(rows), node):
+            return Unlifted("several classes of each row are picked", node)
+        logits = replace(wide.logits, rows=(*wide.logits.rows, RowStep("index", pick.indices[:-1], shape)))
+        wide = replace(wide, logits=logits)
     return _pick(wide, target, node, wraps=True)
 
 

@@ -140,7 +140,7 @@ class ChunkGraph:
         for spec in self.rows:
             if isinstance(spec.source, Product):
                 # what only regroups rows behind the last choice leaves their order as it is
-                chosen = [i for i, s in enumerate(spec.steps) if s.kind in ("slice", "select", "permute")]
+                chosen = [i for i, s in enumerate(spec.steps) if s.kind not in ("reshape", "unsqueeze")]
                 found.add((spec.source.node, spec.steps[: chosen[-1] + 1] if chosen else ()))
         return frozenset(found)
 
@@ -382,24 +382,6 @@ def _indexed(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     return build.call(cast("Callable[..., Any]", node.target), build.emit(source, steps), dim, *operands, **node.kwargs)
 
 
-@emitter(aten.index.Tensor)
-def _index(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
-    source = cast(fx.Node, node.args[0])
-    indices = cast("list[fx.Node | None]", node.args[1])
-    made = build.emit(source, steps)
-    used = [d for d, i in enumerate(indices) if i is not None]
-    if build.labels(node) != "r" * len(used[:-1]) or len(used) != len(sizes(source)):
-        dim = build.inner_dim(source, used[0])
-        ids = build.whole_input(WholeInput(cast(fx.Node, indices[used[0]])))
-        return build.call(aten.index.Tensor, made, [*[None] * dim, ids])
-    target = build.row_input(RowInput(cast(fx.Node, indices[-1]), steps, build.labels(node), sizes(node)))
-    vocab = build.call(aten.sym_size.int, made, 1)
-    from_end = build.call(aten.add.Tensor, target, vocab)  # negative indices count from the end
-    column = build.call(aten.where.self, build.call(aten.lt.Scalar, target, 0), from_end, target)
-    picked = build.call(aten.gather.default, made, 1, build.call(aten.unsqueeze.default, column, 1))
-    return build.call(aten.squeeze.dim, picked, 1)
-
-
 @emitter(*NLL)
 def _nll(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     """Per-row losses; mean and sum over rows are taken behind the region."""
@@ -407,7 +389,7 @@ def _nll(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     made = build.emit(cast(fx.Node, log_probs), steps)
     labels = build.labels(log_probs)
     if labels.count("r") < len(labels) - 1:  # the other dims have size one
-        vocab = build.call(aten.sym_size.int, made, build.inner_dim(log_probs, labels.index("v")))
+        vocab = build.call(aten.sym_size.int, made, build.inner_dim(log_probs, 0 if len(labels) == 1 else 1))
         made = build.call(aten.reshape.default, made, [-1, vocab])
     y = build.row_input(RowInput(cast(fx.Node, target), steps, "r" * len(sizes(target)), sizes(target)))
     w = None if weight is None else build.whole_input(WholeInput(cast(fx.Node, weight)))
@@ -415,4 +397,12 @@ def _nll(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     return build.call(operator.getitem, per_row, 0)
 
 
-import fuse_losses.rewrite.chunk_views  # noqa: E402, F401  last, for its emitters are made with what is above
+def row_sizes(labels: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The sizes of the dims that are rows."""
+    return tuple(s for s, label in zip(shape, labels, strict=True) if label == "r")
+
+
+# last, for their emitters are made with what is above
+import fuse_losses.rewrite.chunk_picks  # noqa: E402
+import fuse_losses.rewrite.chunk_products  # noqa: E402
+import fuse_losses.rewrite.chunk_views  # noqa: E402, F401

@@ -12,14 +12,9 @@ from fuse_losses.graph import row_views as V
 from fuse_losses.graph.rows import VIEWS, argument
 from fuse_losses.head.algebra import RowStep
 from fuse_losses.head.sizes import dim_of, same, sizes
-from fuse_losses.rewrite.chunk_graph import ChunkGraph, Steps, constant, emitter
+from fuse_losses.rewrite.chunk_graph import ChunkGraph, Steps, constant, emitter, row_sizes
 
 aten = torch.ops.aten
-
-
-def row_sizes(labels: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The sizes of the dims that are rows."""
-    return tuple(s for s, label in zip(shape, labels, strict=True) if label == "r")
 
 
 @emitter(*VIEWS)
@@ -41,10 +36,9 @@ def _view(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
         for d in right:
             if after[d] == "r":
                 continue
-            twin = [k for k in left if same(old[k], new[d])]
-            unchanged = len(right) == 1 and len(twin) == 1
-            size = build.call(aten.sym_size.int, made, build.inner_dim(source, twin[0])) if unchanged else new[d]
-            shape.append(size if unchanged else constant(size, "a reshape"))
+            twin = next((k for k in left if not isinstance(new[d], int) and same(old[k], new[d])), None)
+            found = None if twin is None else build.call(aten.sym_size.int, made, build.inner_dim(source, twin))
+            shape.append(constant(new[d], "a reshape") if found is None else found)
     return build.call(aten.reshape.default, made, [-1, *shape])
 
 

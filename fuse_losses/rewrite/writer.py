@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,6 +23,13 @@ from fuse_losses.rewrite.slices import ExitSlice
 
 aten = torch.ops.aten
 SYM_SIZE = aten.sym_size.int
+VIEWS = {
+    "slice": aten.slice.Tensor,
+    "select": aten.select.int,
+    "unsqueeze": aten.unsqueeze.default,
+    "flip": aten.flip.default,
+    "roll": aten.roll.default,
+}
 
 
 @dataclass
@@ -72,13 +79,16 @@ class Writer(ABC):
         """A size as a constant, or read from a tensor that stays in the graph (never from the logits)."""
         if isinstance(wanted, int):
             return wanted
+        for node, dim in self._holding(wanted):
+            return self.call(SYM_SIZE, node, dim)
+        raise LookupError(f"no tensor of the graph has the size {wanted}")
+
+    def _holding(self, wanted: Any) -> Iterator[tuple[fx.Node, int]]:
+        """Tensors that stay in the graph and have a dim of this size."""
         kept = [n for p in self.region.products for n in p.operands]
         known = [(n, getattr(n.meta.get("example_value"), "shape", ())) for n in (*kept, *self.part.reads)]
         for node, shape in (*known, *self.measured):
-            for dim, size in enumerate(shape):
-                if same(size, wanted):
-                    return self.call(SYM_SIZE, node, dim)
-        raise LookupError(f"no tensor of the graph has the size {wanted}")
+            yield from ((node, dim) for dim, size in enumerate(shape) if same(size, wanted))
 
     def numel(self, shape: Sequence[Any]) -> Any:
         """The product of sizes, as a constant or as a node."""
@@ -92,8 +102,10 @@ class Writer(ABC):
     def shape(self, wanted: Sequence[Any]) -> list[Any]:
         """A shape to reshape to; one unknown size is left to the reshape."""
         unknown = [i for i, s in enumerate(wanted) if not isinstance(s, int)]
+        if len(unknown) != 1:
+            unknown = [i for i in unknown if not any(self._holding(wanted[i]))]
         if len(unknown) == 1:
-            return [-1 if i in unknown else s for i, s in enumerate(wanted)]
+            return [-1 if i in unknown else self.size(s) for i, s in enumerate(wanted)]
         return [self.size(s) for s in wanted]
 
     def as_dtype(self, node: fx.Node, dtype: torch.dtype, before: torch.dtype) -> fx.Node:
@@ -128,9 +140,10 @@ class Writer(ABC):
                 x = self.call(aten.reshape.default, x, [*args, *inner])
             elif step.kind == "permute":
                 x = self.call(aten.permute.default, x, [*args, *range(len(args), len(args) + len(inner))])
+            elif step.kind == "index":
+                x = self.call(aten.index.Tensor, x, list(args))
             else:
-                views = {"slice": aten.slice.Tensor, "select": aten.select.int, "unsqueeze": aten.unsqueeze.default}
-                x = self.call(views[step.kind], x, *args)
+                x = self.call(VIEWS[step.kind], x, *args)
             self.measured.append((x, step.shape))
         return self.call(aten.reshape.default, x, [-1, *inner])
 
@@ -145,8 +158,8 @@ class Writer(ABC):
         for _ in range(offset):
             x = self.call(aten.unsqueeze.default, x, 0)
         own = (*[1] * offset, *own)
-        full = [self.size(s) if label == "r" else -1 for s, label in zip(spec.shape, spec.labels, strict=True)]
         if any(label == "r" and not same(o, s) for o, s, label in zip(own, spec.shape, spec.labels, strict=True)):
+            full = [self.size(s) if label == "r" else -1 for s, label in zip(spec.shape, spec.labels, strict=True)]
             x = self.call(aten.expand.default, x, full)
         first = [d for d, label in enumerate(spec.labels) if label == "r"]
         rest = [d for d, label in enumerate(spec.labels) if label != "r"]

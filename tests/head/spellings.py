@@ -317,6 +317,19 @@ VIEWS = {
     "one sequence": (lambda x, w, y: F.cross_entropy(F.linear(x, w)[0], y[0]), MEAN),
     "hidden sliced": (lambda x, w, y: F.cross_entropy(F.linear(x[:, :-1], w).mT, y[:, 1:]), MEAN),
     "whole slice": (lambda x, w, y: F.cross_entropy(F.linear(x, w)[:, slice(0, None), :].mT, y), MEAN),
+    "rows flipped": (lambda x, w, c: F.cross_entropy(F.linear(x, w).flip(0).mT, c), MEAN),
+    "rows rolled": (lambda x, w, y: F.cross_entropy(F.linear(x, w).roll(1, 1).reshape(-1, VOCAB), y.flatten()), MEAN),
+    "rows by an index": (lambda x1, w, c1: F.cross_entropy(F.linear(x1, w)[c1 % 10], c1), MEAN),
+    "index_select": (lambda x1, w, c1: F.cross_entropy(F.linear(x1, w).index_select(0, c1 % 10), c1), MEAN),
+    "a position of each sequence": (
+        lambda x, w, c: F.cross_entropy(F.linear(x, w)[torch.arange(c.shape[0]), c[:, 0] % 5], c[:, 1]),
+        MEAN,
+    ),
+    "positions by an index": (lambda x, w, c: F.cross_entropy(F.linear(x, w)[:, c[0] % 5].mT, c), MEAN),
+    "an index for each of some rows": (
+        lambda x1, w, c1: F.linear(x1, w).log_softmax(-1)[torch.arange(2, 6), c1[:4]],
+        LOG_PROB,
+    ),
     "loop over sequences": (
         lambda x, w, c: _per_sequence(F.linear(x, w), c),
         LOG_PROB,

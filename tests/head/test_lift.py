@@ -57,10 +57,11 @@ class Found:
     def with_tensors(self, functional: Functional) -> Functional:
         """The functional with values in place of the nodes it refers to."""
         logits = functional.logits
+        rows = [dataclasses.replace(s, args=fx.node.map_arg(s.args, self.aten.__getitem__)) for s in logits.rows]
+        logits = dataclasses.replace(logits, rows=tuple(rows))
         if logits.bias is not None:
-            functional = dataclasses.replace(
-                functional, logits=dataclasses.replace(logits, bias=self.aten[logits.bias])
-            )
+            logits = dataclasses.replace(logits, bias=self.aten[logits.bias])
+        functional = dataclasses.replace(functional, logits=logits)
         if isinstance(functional, LogSumExp):
             return functional
         return dataclasses.replace(functional, target=self.aten[functional.target])

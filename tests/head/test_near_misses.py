@@ -83,6 +83,24 @@ def contrastive(x1, w):
     return (p @ p.t()).diagonal()
 
 
+def squared(x1, w):
+    return F.linear(x1, w).softmax(-1).square()
+
+
+def flipped_beside(x1, w):
+    p = F.linear(x1, w).softmax(-1)
+    return (p + p.flip(0).cumsum(0)).square().sum(-1)
+
+
+def picked_by_argmax(x1, w):
+    z = F.linear(x1, w)
+    return z.log_softmax(-1)[z.argmax(-1) % 10].square().sum(-1)
+
+
+def matrix_for_each_row(x1, w):
+    return torch.bmm(F.linear(x1, w).softmax(-1)[:, None], x1[:, None, :] * w).squeeze(1)
+
+
 # (what, function, code of the head's decline)
 NEAR_MISSES = [
     ("log-probs are returned", log_probs_returned, "log_probs_returned"),
@@ -105,20 +123,31 @@ NEAR_MISSES = [
     ("rows multiplied", contrastive, "rows_mix"),
     ("rows repeated", lambda x1, w, c1: F.cross_entropy(F.linear(x1, w).repeat(2, 1), c1.repeat(2)), "rows_mix"),
     ("rows expanded", lambda x1, w: F.linear(x1[:1], w).expand(4, -1).log_softmax(-1).sum(-1), "rows_mix"),
-    ("rows flipped", lambda x1, w, c1: F.cross_entropy(F.linear(x1, w).flip(0), c1), "rows_mix"),
+    ("rows flipped, then added up", flipped_beside, "wrong_axis"),
     ("rows joined", lambda x1, w, c1: F.cross_entropy(torch.cat(2 * [F.linear(x1, w)]), c1.repeat(2)), "rows_mix"),
-    ("rows rolled", lambda x1, w, c1: F.cross_entropy(F.linear(x1, w).roll(1, 0), c1), "rows_mix"),
+    ("rolled as if flat", lambda x1, w, c1: F.cross_entropy(F.linear(x1, w).roll(1), c1), "rows_mix"),
     ("fewer rows than logits", lambda x, w, c: F.linear(x, w).log_softmax(-1).gather(-1, c[:, :3, None]), "rows_mix"),
     ("targets from the logits", target_from_logits, "rows_mix"),
-    ("rows picked by an index", lambda x1, w, c1: F.cross_entropy(F.linear(x1, w)[c1 % 10], c1), "rows_mix"),
-    ("rows picked by a mask", lambda x1, w, c1: F.linear(x1, w).log_softmax(-1)[c1 % 10].square().sum(-1), "rows_mix"),
-    ("some rows written to", rows_set, "rows_mix"),
-    ("some rows scaled in place", rows_scaled, "rows_mix"),
+    ("rows picked by their own classes", picked_by_argmax, "rows_mix"),
     (
-        "an index for each of two rows",
-        lambda x1, w, c1: F.linear(x1, w).log_softmax(-1)[torch.arange(2, 6), c1[:4]],
+        "rows padded",
+        lambda x1, w, c1: F.cross_entropy(F.pad(F.linear(x1, w), (0, 0, 1, 0)), c1[[0, *range(10)]]),
         "rows_mix",
     ),
+    ("median of rows", lambda x1, w: F.linear(x1, w).softmax(-1).median(0).values.sum(), "rows_mix"),
+    ("k-th of rows", lambda x1, w: F.linear(x1, w).softmax(-1).kthvalue(2, 0).values.sum(), "rows_mix"),
+    ("cummax of rows", lambda x1, w: F.linear(x1, w).softmax(-1).cummax(0).values.sum(-1), "wrong_axis"),
+    ("rows multiplied by a matrix", lambda x1, w: x1.detach().t() @ F.linear(x1, w).softmax(-1), "rows_mix"),
+    (
+        "einsum over rows",
+        lambda x, w: torch.einsum("btv,btv->bv", *2 * [F.linear(x, w).softmax(-1)]).amax(-1),
+        "rows_mix",
+    ),
+    ("einsum of all pairs", lambda x, w: torch.einsum("btv,bsv->bts", *2 * [F.linear(x, w).softmax(-1)]), "rows_mix"),
+    ("a matrix for each row", matrix_for_each_row, "rows_mix"),
+    ("an index for all rows of one class", lambda x1, w, c1: squared(x1, w)[c1[:, None] % 10, c1[None, :]], "rows_mix"),
+    ("some rows written to", rows_set, "rows_mix"),
+    ("some rows scaled in place", rows_scaled, "rows_mix"),
     (
         "rows and vocabulary reshaped",
         lambda x1, w, c1: F.cross_entropy(F.linear(x1, w).view(VOCAB, 10), c1.repeat(4)[:VOCAB] % 10),

@@ -53,6 +53,10 @@ def test_maps_as_text(map: LogitMap, text: str) -> None:
         (RowStep("permute", (1, 0)), Z.transpose(0, 1)),
         (RowStep("reshape", (-1,)), Z.flatten(0, 1)),
         (RowStep("unsqueeze", (1,)), Z[:, None]),
+        (RowStep("flip", ((0, 1),)), Z.flip(0, 1)),
+        (RowStep("roll", ((2, -1), (0, 1))), Z.roll(2, 0).roll(-1, 1)),
+        (RowStep("index", (torch.tensor([2, 0, 2]), None)), Z[[2, 0, 2]]),
+        (RowStep("index", (torch.tensor([[0], [1]]), torch.tensor([0, 1]))), Z[:2, :2]),
     ],
 )
 def test_a_row_step_leaves_the_vocabulary_alone(step: RowStep, expected: torch.Tensor) -> None:

@@ -49,6 +49,8 @@ DYNAMIC = [
         "views: labels padded",
         "views: last rows",
         "views: hidden sliced",
+        "views: rows rolled",
+        "views: a position of each sequence",
         "products: einsum hv",
         "products: matmul of w.T",
     }

@@ -45,7 +45,6 @@ MISSES: dict[str, Miss] = {
     "log-probs returned": Miss(extra=lambda z, d: z.log_softmax(-1)),
     "probs returned": Miss(extra=lambda z, d: F.softmax(z, -1)),
     "log-probs less their mean returned": Miss(extra=lambda z, d: z - z.logsumexp(-1, keepdim=True)),
-    "probs times weight returned": Miss(extra=lambda z, d: z.softmax(-1) @ d.w),
     "logits returned": Miss(extra=lambda z, d: z * 1.0, fusable=True),
     # rows mix
     "softmax over positions": Miss(between=lambda z, d: z.log_softmax(1)),
@@ -53,7 +52,7 @@ MISSES: dict[str, Miss] = {
     "cumsum over sequences": Miss(between=lambda z, d: z.cumsum(0)),
     "less the mean over rows": Miss(between=lambda z, d: z - z.mean((0, 1), keepdim=True)),
     "less the mean over positions": Miss(between=lambda z, d: z - z.mean(1, keepdim=True)),
-    "plus the next row": Miss(between=lambda z, d: z + z.roll(1, 1)),
+    "plus the rows before": Miss(between=lambda z, d: z + z.roll(1, 1).cumsum(1)),
     "plus the first sequence": Miss(between=lambda z, d: z + z[:1]),
     "divided by the largest of all": Miss(between=lambda z, d: z / z.abs().max()),
     "rows and classes reshaped": Miss(
@@ -70,6 +69,8 @@ MISSES: dict[str, Miss] = {
         between=lambda z, d: torch.matmul(z.new_ones(z.size(1), z.size(1)).triu(), z), silent=True
     ),
     # rows move: right to fuse if they are followed
+    "plus the next row": Miss(between=lambda z, d: z + z.roll(1, 1), fusable=True),
+    "probs times weight returned": Miss(extra=lambda z, d: z.softmax(-1) @ d.w, fusable=True),
     "rows rolled": Miss(between=lambda z, d: z.roll(1, 1), fusable=True),
     "rows flipped": Miss(between=lambda z, d: z.flip(0), fusable=True),
     "rows indexed": Miss(between=lambda z, d: z[torch.arange(z.size(0) - 1, -1, -1)], fusable=True),

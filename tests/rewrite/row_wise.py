@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.head.spellings import HIDDEN, ROWS, VOCAB, tensors
 from tests.rewrite.distributions import DISTRIBUTIONS
+from tests.rewrite.picks import OF_CLASSES, OF_ROWS, WITH_PRODUCTS
 
 INF = float("inf")
 
@@ -341,6 +342,13 @@ VALUES = {
     "einsum to classes in dim 1": lambda x, w, y: F.cross_entropy(
         torch.einsum("bth,vh->bvt", x, w), y, label_smoothing=0.1
     ),
+    "four dims": lambda x, w, y: F.cross_entropy(F.linear(x, w).permute(2, 0, 1)[None], y[None], label_smoothing=0.1),
+    "four dims, one row each": lambda x, w, y, cw: F.cross_entropy(
+        F.linear(x, w).flatten(0, 1)[..., None, None], y.reshape(-1, 1, 1), cw, label_smoothing=0.1
+    ),
+    "four dims, soft targets": lambda x, w, t: F.cross_entropy(
+        F.linear(x, w).mT[:, :, None], t.softmax(-1).mT[:, :, None], reduction="none"
+    ),
     "rows swapped": lambda x, w, t: (
         -(t.transpose(0, 1).softmax(-1) * F.linear(x, w).transpose(0, 1).log_softmax(-1)).sum(-1).flatten()
     ),
@@ -353,4 +361,5 @@ VALUES = {
 }
 
 GROUPS = {"targets": TARGETS, "transforms": TRANSFORMS, "distributions": DISTRIBUTIONS, "values": VALUES}
+GROUPS |= {"rows": OF_ROWS, "classes": OF_CLASSES, "products": WITH_PRODUCTS}
 ROW_WISE = [(f"{group}: {name}", fn) for group, table in GROUPS.items() for name, fn in table.items()]
