@@ -22,7 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "options": set(),
     "report": {"options"},
     "graph": {"head", "report"},
-    "head": set(),
+    "head": {"losses"},
     "losses": set(),
     "plan": {"head", "options", "report"},
     "rewrite": {"graph", "head", "plan", "report"},
