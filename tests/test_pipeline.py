@@ -44,7 +44,7 @@ def two_by_rows(x, w, y):
 # (what holds it, its name): every stage of the road, in its order
 STAGES = [
     (pipeline, "find_anchors"),
-    (pipeline, "check_graph"),
+    (pipeline, "check_transforms"),
     (pipeline, "check_product"),
     (pipeline, "retrace"),
     (pipeline, "gradient_cuts"),
