@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -56,6 +55,8 @@ def trace_pull_back(
 
     For `rows` rows, or for any number of them; None if one graph cannot serve all numbers.
     """
+
+    from torch._dynamo.source import ConstantSource  # here, so that importing the package imports no Triton
 
     def pull_back(*args: Tensor) -> Sequence[Tensor]:
         given, upstream = args[: len(inputs)], args[len(inputs) :]
