@@ -170,7 +170,9 @@ def test_compiled_matches_eager(dynamic, dtype):
     for rows in (13, 22) if dynamic else (13,):
         pair = make_pair("jsd", 0.3, rows=rows, dtypes=(dtype, dtype), row_weight=True)
         upstream = torch.tensor(1.7)
-        ours, eager = (graded(lambda x, run=run: run(pair, x), pair.leaves(), upstream) for run in (compiled, loss))
+        ours, eager = (
+            graded(lambda x, run=run, pair=pair: run(pair, x), pair.leaves(), upstream) for run in (compiled, loss)
+        )
         close = {"rtol": 2e-2, "atol": 1e-3} if dtype == B16 else {}  # Inductor rounds sums of gradients less often
         for a, b in zip(ours, eager, strict=True):
             torch.testing.assert_close(a, b, **close)
