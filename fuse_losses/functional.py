@@ -6,7 +6,7 @@ Gradients of any order above one raise RuntimeError.
 
 import difflib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from fuse_losses.ops import composite
 from fuse_losses.plan.chunk import default_chunk_rows
 
 _REDUCTIONS = ("none", "mean", "sum")
+_FORMS = ("logits", "log_probs", "probs")
 _NO_INDEX = -(2**31)  # stands for "no row is ignored": no vocabulary has such a target
 
 
@@ -116,11 +117,245 @@ def _operator(name: str) -> Callable[..., Any]:
     return composite(operator) if eager and torch._C._are_functorch_transforms_active() else operator
 
 
-def _check_reduction(reduction: str) -> None:
-    if reduction not in _REDUCTIONS:
-        close = difflib.get_close_matches(str(reduction), _REDUCTIONS, n=1, cutoff=0.4)
+def linear_kl_div(
+    input: Tensor,
+    weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    skew: float = 0.0,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    chunk_rows: int | None = None,
+    accumulate: str = "float32",
+) -> Tensor:
+    """Kullback-Leibler divergence between the classes of a student's head and a teacher's, neither's logits made whole.
+
+    input [..., H], weight [V, H], bias [V]; teacher_input [..., G], teacher_weight [V, G], teacher_bias [V]. Forward is
+    `KL(teacher || student)`, as `F.kl_div`; `reverse` is `KL(student || teacher)`. `skew` mixes that much of the first
+    argument's distribution into the second's. `mask` [...] holds weights of the positions, bool or float. The mean is
+    over positions (by weight), not over classes; "batchmean" divides by the size of the first dim. Logits are
+    soft-capped, then divided by `temperature`; no factor makes up for it. Returns float32 (float64 for float64).
+    """
+    p = _projected(input, weight, bias, softcap, temperature)
+    q = _projected(teacher_input, teacher_weight, teacher_bias, teacher_softcap, temperature)
+    name = "reverse_kl" if reverse else "kl"
+    return _divergence(name, skew, p, q, mask, reduction, chunk_rows, accumulate)
+
+
+def linear_jsd(
+    input: Tensor,
+    weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    chunk_rows: int | None = None,
+    accumulate: str = "float32",
+) -> Tensor:
+    """Generalised Jensen-Shannon divergence `beta KL(teacher || m) + (1 - beta) KL(student || m)` with the mixture
+    `m = beta teacher + (1 - beta) student`, 0 < beta < 1. Arguments as `linear_kl_div`.
+    """
+    p = _projected(input, weight, bias, softcap, temperature)
+    q = _projected(teacher_input, teacher_weight, teacher_bias, teacher_softcap, temperature)
+    return _divergence("jsd", beta, p, q, mask, reduction, chunk_rows, accumulate)
+
+
+def linear_tvd(
+    input: Tensor,
+    weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    chunk_rows: int | None = None,
+    accumulate: str = "float32",
+) -> Tensor:
+    """Total variation distance `sum |student - teacher| / 2`. Arguments as `linear_kl_div`."""
+    p = _projected(input, weight, bias, softcap, temperature)
+    q = _projected(teacher_input, teacher_weight, teacher_bias, teacher_softcap, temperature)
+    return _divergence("tvd", 0.0, p, q, mask, reduction, chunk_rows, accumulate)
+
+
+def linear_soft_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    target_form: str = "probs",
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk_rows: int | None = None,
+    accumulate: str = "float32",
+) -> Tensor:
+    """`F.cross_entropy` of projected logits with given distributions as targets: target [..., V] as `target_form`,
+    "probs", "log_probs" or "logits". Other arguments as `linear_kl_div`; the temperature is the student's.
+    """
+    p = _projected(input, weight, bias, softcap, temperature)
+    q = _given("target", target, target_form, None, 1.0)
+    return _divergence("soft_cross_entropy", 0.0, p, q, mask, reduction, chunk_rows, accumulate)
+
+
+def kl_div(
+    input: Tensor,
+    target: Tensor,
+    *,
+    reverse: bool = False,
+    skew: float = 0.0,
+    input_form: str = "logits",
+    target_form: str = "logits",
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    temperature: float = 1.0,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """`linear_kl_div` of given student `input` and teacher `target` [..., V], each as "logits", "log_probs" or "probs".
+
+    A temperature divides logits; with another form it raises ValueError. Saves no copy of either for the backward.
+    """
+    p = _given("input", input, input_form, None, temperature)
+    q = _given("target", target, target_form, None, temperature)
+    name = "reverse_kl" if reverse else "kl"
+    return _divergence(name, skew, p, q, mask, reduction, chunk_rows, "float32")
+
+
+def jsd(
+    input: Tensor,
+    target: Tensor,
+    *,
+    beta: float = 0.5,
+    input_form: str = "logits",
+    target_form: str = "logits",
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    temperature: float = 1.0,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """`linear_jsd` of given student `input` and teacher `target` [..., V]. Options as `kl_div`."""
+    p = _given("input", input, input_form, None, temperature)
+    q = _given("target", target, target_form, None, temperature)
+    return _divergence("jsd", beta, p, q, mask, reduction, chunk_rows, "float32")
+
+
+def tvd(
+    input: Tensor,
+    target: Tensor,
+    *,
+    input_form: str = "logits",
+    target_form: str = "logits",
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    temperature: float = 1.0,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """`linear_tvd` of given student `input` and teacher `target` [..., V]. Options as `kl_div`."""
+    p = _given("input", input, input_form, None, temperature)
+    q = _given("target", target, target_form, None, temperature)
+    return _divergence("tvd", 0.0, p, q, mask, reduction, chunk_rows, "float32")
+
+
+def soft_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    *,
+    target_form: str = "probs",
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """`F.cross_entropy` of given logits `input` [..., V], classes in the last dim, with distributions as targets."""
+    p = _given("input", input, "logits", softcap, 1.0)
+    q = _given("target", target, target_form, None, 1.0)
+    return _divergence("soft_cross_entropy", 0.0, p, q, mask, reduction, chunk_rows, "float32")
+
+
+class _Side(NamedTuple):
+    """A student or a teacher: what the operators take of it, and the shape of its positions."""
+
+    tensor: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    form: tuple[str, str, float, float]
+    shape: torch.Size
+
+
+def _projected(input: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, temperature: float) -> _Side:
+    x, w, b = _operands(input, weight, bias)
+    return _Side(x, w, b, _form("logits", softcap, temperature), input.shape[:-1])
+
+
+def _given(name: str, values: Tensor, form: str, softcap: float | None, temperature: float) -> _Side:
+    _check_choice(f"{name}_form", form, _FORMS)
+    if form != "logits" and temperature != 1.0:
+        raise ValueError(f"a temperature divides logits, and {name} is given as {form}")
+    return _Side(
+        values.reshape(-1, values.shape[-1]), None, None, _form(form, softcap, temperature), values.shape[:-1]
+    )  # fmt: skip
+
+
+def _form(form: str, softcap: float | None, temperature: float) -> tuple[str, str, float, float]:
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    name, inner, outer = _squash(softcap, 1.0)
+    return form, name, inner, outer / temperature
+
+
+def _divergence(
+    name: str, k: float, p: _Side, q: _Side, mask: Tensor | None, reduction: str, chunk_rows: int | None,
+    accumulate: str,
+) -> Tensor:  # fmt: skip
+    _check_choice("reduction", reduction, (*_REDUCTIONS, "batchmean"))
+    for what, shape in (("teacher", q.shape), ("mask", None if mask is None else mask.shape)):
+        if shape is not None and shape != p.shape:
+            raise ValueError(f"student and {what} must agree in their positions, got {tuple(p.shape)}, {tuple(shape)}")
+    vocab = p.tensor.shape[-1] if p.weight is None else p.weight.shape[0]
+    wide = sum(8 if side.tensor.dtype == torch.float64 else 4 for side in (p, q) if side.weight is not None)
+    chunk_rows = chunk_rows or default_chunk_rows(int(vocab), wide or 4, p.tensor.device.type)
+    weight = None if mask is None else mask.reshape(-1).to(torch.promote_types(mask.dtype, torch.float32))
+    tensors = (*p[:3], *q[:3])
+    how = (name, float(k), *p.form, *q.form, chunk_rows, accumulate)
+    if reduction == "none":
+        d = _operator("divergence")(*tensors, *how)
+        return (d if weight is None else torch.where(weight == 0, 0.0, weight * d)).reshape(p.shape)
+    total = _operator("divergence_sum")(*tensors, weight, *how)
+    if reduction == "mean":
+        return total / (p.tensor.shape[0] if weight is None else weight.sum())
+    return total / (p.shape[0] if p.shape else 1) if reduction == "batchmean" else total
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}{hint}")
+        said = ", ".join(repr(choice) for choice in choices[:-1]) + f" or {choices[-1]!r}"
+        raise ValueError(f"{name} must be {said}, got {value!r}{hint}")
+
+
+def _check_reduction(reduction: str) -> None:
+    _check_choice("reduction", reduction, _REDUCTIONS)
 
 
 def _squash(softcap: float | None, logit_scale: float) -> tuple[str, float, float]:
@@ -144,6 +379,11 @@ def _projection(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Checked (x [N, H], weight [V, H], bias [V], rows [N]), cast as F.linear's arguments are under autocast."""
     _check_target(input, target, "input", "[..., H]")
+    return *_operands(input, weight, bias), target.reshape(-1)
+
+
+def _operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Checked (x [N, H], weight [V, H], bias [V]), cast as F.linear's arguments are under autocast."""
     if weight.dim() != 2 or weight.shape[1] != input.shape[-1]:
         raise ValueError(
             f"weight must be [V, H] with input's last size H: input is {tuple(input.shape)}, "
@@ -157,7 +397,7 @@ def _projection(
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and other.dtype != input.dtype:
             raise TypeError(f"input and {name} must have one dtype, got {input.dtype} and {other.dtype}")
-    return input.reshape(-1, input.shape[-1]), weight, bias, target.reshape(-1)
+    return input.reshape(-1, input.shape[-1]), weight, bias
 
 
 def _autocast_dtype(like: Tensor) -> torch.dtype | None:

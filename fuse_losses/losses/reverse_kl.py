@@ -32,11 +32,13 @@ def slope2(p, q, lp, lq, k):
 
 
 def scale(k):
-    return KL.scale(k)[::-1]
+    a1, a2 = KL.scale(k)
+    return a2, a1
 
 
 def centre(k):
-    return KL.centre(k)[::-1]
+    c1, c2 = KL.centre(k)
+    return c2, c1
 
 
 def reference(lp, lq, k):

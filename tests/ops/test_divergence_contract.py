@@ -129,8 +129,8 @@ def _largest_allocation(step) -> int:
 @pytest.mark.parametrize("which", ["sum", "rows", "eager_rows"])
 def test_no_allocation_is_as_large_as_the_logits(which, dtype):
     """Nor is there a float32 copy of a bfloat16 weight, which is as large."""
-    pair = make_pair(rows=512, hidden=(16, 24), vocab=8192, squashes=("tanh", "identity"), dtypes=(dtype, dtype))
-    logits = 512 * 8192 * dtype.itemsize
+    pair = make_pair(rows=256, hidden=(16, 24), vocab=4096, squashes=("tanh", "identity"), dtypes=(dtype, dtype))
+    logits = 256 * 4096 * dtype.itemsize
 
     def step() -> None:
         leaves = pair.leaves()
@@ -142,7 +142,7 @@ def test_no_allocation_is_as_large_as_the_logits(which, dtype):
     if which == "eager_rows":
         assert largest >= logits  # the measure sees what it should
     else:
-        assert largest <= 32 * 8192 * 4 + 4096
+        assert largest <= 32 * 4096 * 4 + 4096
 
 
 def test_a_wide_copy_of_a_narrow_weight_is_made_in_parts():
@@ -170,7 +170,9 @@ def test_compiled_matches_eager(dynamic, dtype):
     for rows in (13, 22) if dynamic else (13,):
         pair = make_pair("jsd", 0.3, rows=rows, dtypes=(dtype, dtype), row_weight=True)
         upstream = torch.tensor(1.7)
-        ours, eager = (graded(lambda x, run=run: run(pair, x), pair.leaves(), upstream) for run in (compiled, loss))
+        ours, eager = (
+            graded(lambda x, run=run, pair=pair: run(pair, x), pair.leaves(), upstream) for run in (compiled, loss)
+        )
         close = {"rtol": 2e-2, "atol": 1e-3} if dtype == B16 else {}  # Inductor rounds sums of gradients less often
         for a, b in zip(ours, eager, strict=True):
             torch.testing.assert_close(a, b, **close)

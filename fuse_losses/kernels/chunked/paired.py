@@ -38,17 +38,15 @@ def paired_fwd(
     p: Side, q: Side, divergence: Divergence, k: float, d: Tensor, statistics: Tensor, needed: tuple[bool, bool]
 ) -> None:
     """Write the divergence `d` and what a backward needs to `statistics`."""
-    for side, rows in ((p, statistics[0:2]), (q, statistics[2:4])):
-        _statistics_into(side, rows)
-    row = _row(_read(p, statistics[0:2]), _read(q, statistics[2:4]), k)
+    p_read, q_read = _first_read(p, statistics[0:2]), _first_read(q, statistics[2:4])
+    row = _row(p_read, q_read, k)
     torch.sum(divergence.phi(*row), 1, out=d)
-    for side, derivative, need, prob, out in (
-        (p, divergence.phi1, needed[0], row[0], statistics[4]),
-        (q, divergence.phi2, needed[1], row[1], statistics[5]),
+    for side, read, derivative, need, out in (
+        (p, p_read, divergence.phi1, needed[0], statistics[4]),
+        (q, q_read, divergence.phi2, needed[1], statistics[5]),
     ):
         if need and side.form == "logits":
-            torch.sum(derivative(*row, 1.0), 1, out=out)
-            out /= prob.sum(1)
+            out.copy_(_mean(derivative(*row, 1.0), read))
         else:
             out.zero_()
 
@@ -65,18 +63,8 @@ def paired_bwd(
 ) -> None:
     """Write `weight` times the gradients of the divergence; the statistics are `paired_fwd`'s."""
     p_read, q_read = _read(p, statistics[0:2]), _read(q, statistics[2:4])
-    row = _row(p_read, q_read, k)
-    p_scale, q_scale = divergence.scale(k)
-    grads = [
-        (out, _gradient(side, read, row, derivative, by_prob, mean), (weight * scale).unsqueeze(1))
-        for out, side, read, derivative, by_prob, mean, scale in (
-            (p_out, p, p_read, divergence.phi1, divergence.slope1, statistics[4], p_scale),
-            (q_out, q, q_read, divergence.phi2, divergence.slope2, statistics[5], q_scale),
-        )
-        if out is not None
-    ]
-    for out, grad, factor in grads:  # when both sides have been read
-        out.copy_(torch.where(factor == 0, 0.0, grad * factor))
+    means = statistics[4], statistics[5]
+    _gradients_into((p_out, q_out), (p, q), (p_read, q_read), divergence, k, weight, means)
 
 
 def paired_fwd_bwd(
@@ -90,10 +78,11 @@ def paired_fwd_bwd(
     q_out: Tensor | None,
 ) -> None:
     """Write the divergence `d` (0 where `weight` is 0) and `weight` times its gradients in one visit."""
-    statistics = d.new_empty(6, d.shape[0])
-    paired_fwd(p, q, divergence, k, d, statistics, (p_out is not None, q_out is not None))
+    statistics = d.new_empty(4, d.shape[0])
+    p_read, q_read = _first_read(p, statistics[0:2]), _first_read(q, statistics[2:4])
+    torch.sum(divergence.phi(*_row(p_read, q_read, k)), 1, out=d)
     d.masked_fill_(weight == 0, 0.0)
-    paired_bwd(p, q, divergence, k, weight, statistics, p_out, q_out)
+    _gradients_into((p_out, q_out), (p, q), (p_read, q_read), divergence, k, weight, (None, None))
 
 
 def _logits(side: Side, dtype: torch.dtype) -> Tensor:
@@ -101,15 +90,16 @@ def _logits(side: Side, dtype: torch.dtype) -> Tensor:
     return squash_into(values, side.squash, torch.empty(values.shape, dtype=dtype, device=values.device))
 
 
-def _statistics_into(side: Side, rows: Tensor) -> None:
-    if side.form != "logits":
+def _first_read(side: Side, rows: Tensor) -> _Read:
+    """`_read`, when the row maximum and log_sum have been written to `rows`."""
+    if side.form == "logits":
+        z = _logits(side, rows.dtype)
+        top = z.amax(1)
+        rows[0] = top.masked_fill_(top == _MINUS_INF, 0.0)  # so that -inf - top stays -inf
+        torch.sum(z.sub_(top.unsqueeze(1)).exp_(), 1, out=rows[1]).log_()
+    else:
         rows.zero_()
-        return
-    z = _logits(side, rows.dtype)
-    top = z.amax(1)
-    top.masked_fill_(top == _MINUS_INF, 0.0)  # so that -inf - top stays -inf
-    rows[0] = top
-    torch.sum(z.sub_(top.unsqueeze(1)).exp_(), 1, out=rows[1]).log_()
+    return _read(side, rows)
 
 
 def _read(side: Side, rows: Tensor) -> _Read:
@@ -126,10 +116,31 @@ def _row(p: _Read, q: _Read, k: float) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     return p.prob, q.prob, p.log_prob, q.log_prob, k
 
 
-def _gradient(side: Side, read: _Read, row, derivative, by_prob, mean: Tensor) -> Tensor:
+def _mean(derivative: Tensor, read: _Read) -> Tensor:
+    return derivative.sum(1) / read.prob.sum(1)
+
+
+def _gradients_into(outs, sides, reads, divergence: Divergence, k: float, weight: Tensor, means) -> None:
+    """Write both sides' gradients; a mean over the row that is None is computed."""
+    row = _row(reads[0], reads[1], k)
+    grads = []
+    for out, side, read, derivative, by_prob, mean, scale in zip(
+        outs, sides, reads, (divergence.phi1, divergence.phi2), (divergence.slope1, divergence.slope2), means,
+        divergence.scale(k), strict=True,
+    ):  # fmt: skip
+        if out is not None:
+            gradient = _gradient(side, read, row, derivative, by_prob, mean)
+            grads.append((out, gradient, (weight * scale).unsqueeze(1)))
+    for out, grad, factor in grads:  # when both sides have been read
+        out.copy_(torch.where(factor == 0, 0.0, grad * factor))
+
+
+def _gradient(side: Side, read: _Read, row, derivative, by_prob, mean: Tensor | None) -> Tensor:
     """Gradient [C, V] of the divergence with respect to a side's values, less its scale."""
     if side.form == "probs":
         return by_prob(*row)
     if side.form == "log_probs":
         return derivative(*row)
-    return (derivative(*row, 1.0) - read.prob * mean.unsqueeze(1)) * read.slope
+    g = derivative(*row, 1.0)
+    mean = _mean(g, read) if mean is None else mean
+    return (g - read.prob * mean.unsqueeze(1)) * read.slope

@@ -4,8 +4,6 @@ The interface and its contract are those of `kernels.chunked.paired`. A row is r
 sides, once for the sums over the vocabulary, and once for the gradients.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
