@@ -336,7 +336,7 @@ def _divergence(
     chunk_rows = chunk_rows or default_chunk_rows(int(vocab), wide or 4, p.tensor.device.type)
     weight = None if mask is None else mask.reshape(-1).to(torch.promote_types(mask.dtype, torch.float32))
     tensors = (*p[:3], *q[:3])
-    how = (name, float(k), *p.form, *q.form, chunk_rows, accumulate)
+    how = (name, float(k), False, *p.form, *q.form, chunk_rows, accumulate)
     if reduction == "none":
         d = _operator("divergence")(*tensors, *how)
         return (d if weight is None else torch.where(weight == 0, 0.0, weight * d)).reshape(p.shape)

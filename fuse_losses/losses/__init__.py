@@ -1,8 +1,11 @@
 """One page per divergence between two distributions. To add one, write its page and its line in `DIVERGENCES`."""
 
+import functools
+
 from fuse_losses.losses.divergence import Divergence
 from fuse_losses.losses.jsd import JSD
 from fuse_losses.losses.kl import KL
+from fuse_losses.losses.masked import masked as masked_page
 from fuse_losses.losses.reverse_kl import REVERSE_KL
 from fuse_losses.losses.soft_cross_entropy import SOFT_CROSS_ENTROPY
 from fuse_losses.losses.symmetric_kl import SYMMETRIC_KL
@@ -16,3 +19,9 @@ DIVERGENCES: dict[str, Divergence] = {
     "jsd": JSD,
     "tvd": TVD,
 }
+
+
+@functools.cache
+def page(name: str, masked: bool = False) -> Divergence:
+    """A page of `DIVERGENCES`; `masked`: with classes at -inf on either side left out."""
+    return masked_page(DIVERGENCES[name]) if masked else DIVERGENCES[name]

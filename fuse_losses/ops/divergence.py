@@ -40,8 +40,8 @@ def check(tensors: tuple[Tensor | None, ...], how: How, accumulate: str) -> None
     check_divergence(how.name, how.parameter)
     check_how(how.p_squash, how.chunk_rows, accumulate)
     check_how(how.q_squash, how.chunk_rows, accumulate)
-    check_side("p", p, p_weight, p_bias, how.p_form, how[3:6])
-    check_side("q", q, q_weight, q_bias, how.q_form, how[7:10])
+    check_side("p", p, p_weight, p_bias, how.p_form, how[4:7])
+    check_side("q", q, q_weight, q_bias, how.q_form, how[8:11])
     check_sides(p, p_weight, q, q_weight)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fuse_losses.kernels.side import Side
 from fuse_losses.kernels.squash import Squash
-from fuse_losses.losses import DIVERGENCES
+from fuse_losses.losses import page
 from fuse_losses.ops.chunk_loop import parts, rows_per_chunk
 from fuse_losses.ops.dispatch import paired_kernels
 from fuse_losses.ops.gemm import BiasGradient, WeightGradient, mm_into, statistics_dtype
@@ -25,7 +25,7 @@ from fuse_losses.ops.indexed import row_gain, saved_dtypes
 
 TENSORS = "Tensor p, Tensor? p_weight, Tensor? p_bias, Tensor q, Tensor? q_weight, Tensor? q_bias"
 HOW = (
-    "str name, float parameter, str p_form, str p_squash, float p_inner, float p_outer, "
+    "str name, float parameter, bool masked, str p_form, str p_squash, float p_inner, float p_outer, "
     "str q_form, str q_squash, float q_inner, float q_outer, SymInt chunk_rows"
 )
 STATISTICS = 6  # rows of the kernels' `statistics`
@@ -36,6 +36,7 @@ class How(NamedTuple):
 
     name: str
     parameter: float
+    masked: bool
     p_form: str
     p_squash: str
     p_inner: float
@@ -136,7 +137,7 @@ class _Loop:
         self.q = _Rows(q, q_weight, q_bias, how.q_form, Squash(how.q_squash, how.q_inner, how.q_outer))
         self.rows = p.shape[0]
         self.dtype = values_dtype(p, q)
-        self.divergence, self.k = DIVERGENCES[how.name], how.parameter
+        self.divergence, self.k = page(how.name, how.masked), how.parameter
         self.kernels = paired_kernels(self.p.values_dtype, self.q.values_dtype, p.device)
         row_bytes = self.p.row_bytes + self.q.row_bytes
         if row_bytes or self.kernels.TEMPORARIES:

@@ -71,7 +71,7 @@ class KernelWriter(IndexedWriter):
         """The operators' tensors, and what says how they are read."""
         sides = [self._side(side) for side in (found.p, found.q)]
         forms = [f for _, form in sides for f in form]
-        how = (found.name, found.parameter, *forms, self.plan.chunk_rows, self.plan.accumulate)
+        how = (found.name, found.parameter, found.masked, *forms, self.plan.chunk_rows, self.plan.accumulate)
         return [t for tensors, _ in sides for t in tensors], how
 
     def _scaled(self, node: fx.Node, factor: float) -> fx.Node:

@@ -154,7 +154,7 @@ class _Reader:
         constants += [abs(t.coefficient) for t in terms] + [self.numbers[n] for n in nodes if n in self.numbers]
         for p, q, forms in self._choices(nodes):
             match = self._identified(terms, nodes, (p, q), forms, constants)
-            if match is not None and not match.masked:
+            if match is not None:
                 return self._divergence(match, p, q, terms[0].weights)
         return None
 

@@ -24,6 +24,7 @@ class Pair:
     forms: tuple[str, str] = ("logits", "logits")
     squashes: tuple[str, str] = ("identity", "identity")
     row_weight: Tensor | None = None
+    masked: bool = False
 
     def leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         given = [t for t in self.tensors if t is not None]
@@ -38,7 +39,7 @@ class Pair:
             (form, "identity" if squash == "scale" else squash, *SQUASHES[squash])
             for form, squash in zip(self.forms, self.squashes, strict=True)
         ]
-        return self.name, self.k, *sides[0], *sides[1]
+        return self.name, self.k, self.masked, *sides[0], *sides[1]
 
     def rows(self, leaves: list[Tensor], chunk_rows: int, accumulate: str = "float32") -> Tensor:
         return OPS.divergence(*self.unpack(leaves), *self.how(), chunk_rows, accumulate)
@@ -56,6 +57,11 @@ class Pair:
             inner, outer = SQUASHES[squash]
             z = outer * (torch.tanh(inner * u) if squash == "tanh" else inner * u)
             log_probs.append({"logits": z.log_softmax(1), "log_probs": u, "probs": u.log()}[form])
+        if self.masked:
+            gone = log_probs[0].isinf() | log_probs[1].isinf()
+            lp, lq = (x.masked_fill(gone, 0.0) for x in log_probs)
+            per_class = DIVERGENCES[self.name].reference(lp.unsqueeze(-1), lq.unsqueeze(-1), self.k)
+            return per_class.masked_fill(gone, 0.0).sum(1)
         return DIVERGENCES[self.name].reference(*log_probs, self.k)
 
     def eager_sum(self, leaves: list[Tensor]) -> Tensor:

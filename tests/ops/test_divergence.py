@@ -54,7 +54,7 @@ def test_temperatures(assert_as_good_as_eager, name, k, temperature):
     pair = make_pair(name, k)
 
     def ours(leaves):
-        how = (name, k, *("logits", "identity", 1.0, 1 / temperature) * 2, 4, "float32")
+        how = (name, k, False, *("logits", "identity", 1.0, 1 / temperature) * 2, 4, "float32")
         return OPS.divergence(*leaves, *how)
 
     def eager(leaves):
@@ -96,7 +96,7 @@ def test_ties_of_the_total_variation_have_no_gradient():
     lp = torch.tensor([[0.5, 0.25, 0.125, 0.125]])
     q = torch.tensor([[0.5, 0.125, 0.25, 0.125]])
     leaves = [lp.clone().requires_grad_(), q.clone().requires_grad_()]
-    how = ("tvd", 0.0, *("probs", "identity", 1.0, 1.0) * 2, 4, "float32")
+    how = ("tvd", 0.0, False, *("probs", "identity", 1.0, 1.0) * 2, 4, "float32")
     d = OPS.divergence(leaves[0], None, None, leaves[1], None, None, *how)
     assert d.item() == 0.125
     grads = torch.autograd.grad(d.sum(), leaves)
@@ -264,7 +264,7 @@ def test_bad_arguments():
     rows, plain = torch.randn(11, 127), ("logits", "identity", 1.0, 1.0)
 
     def call(tensors=t, name=how[0], k=how[1], p=how[2:6], q=how[6:], chunk_rows=4, accumulate="float32"):
-        return OPS.divergence(*tensors, name, k, *p, *q, chunk_rows, accumulate)
+        return OPS.divergence(*tensors, name, k, False, *p, *q, chunk_rows, accumulate)
 
     for error, match, wrong in (
         (ValueError, "must be one of", {"name": "wasserstein"}),
