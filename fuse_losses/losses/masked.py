@@ -1,4 +1,4 @@
-"""A divergence in which classes at -inf on either side take no part: what `masked_fill(isinf(logits), 0)` makes of it."""
+"""A divergence without the classes that are -inf on either side: what `masked_fill(isinf(logits), 0)` makes of it."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -37,6 +37,7 @@ class _DivergenceSum(torch.autograd.Function):
         ctx.mark_non_differentiable(*grads)
         ctx.save_for_backward(row_weight, *[g if need else None for g, need in zip(grads, needs, strict=True)])
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
+        ctx.rows = tensors[0].shape[0]
 
     @staticmethod
     def backward(ctx, grad, *_):
@@ -44,12 +45,10 @@ class _DivergenceSum(torch.autograd.Function):
         if grad is None:
             return (None,) * 10
         row_weight, *saved = ctx.saved_tensors
-        by_row = whole = grad.unsqueeze(0)  # [1]
-        if row_weight is not None:
-            # a row without weight has no gradient, even if the upstream one is inf or NaN (mean of no rows)
-            taken = row_weight != 0
-            by_row = torch.where(taken, grad, 0.0)  # [N]
-            whole = torch.where(taken.any(), grad, 0.0).unsqueeze(0)
+        # a row without weight has no gradient, even if the upstream one is inf or NaN (mean of no rows)
+        taken = grad.new_ones(ctx.rows, dtype=torch.bool) if row_weight is None else row_weight != 0  # [N]
+        by_row = grad.unsqueeze(0) if row_weight is None else torch.where(taken, grad, 0.0)
+        whole = torch.where(taken.any(), grad, 0.0).unsqueeze(0)
         factors = (by_row.unsqueeze(1), whole, whole) * 2
         grads = [
             None if g is None else scaled(g, factor, dtype)

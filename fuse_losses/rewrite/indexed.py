@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -18,6 +18,15 @@ from fuse_losses.rewrite.writer import SYM_SIZE, Writer
 
 aten = torch.ops.aten
 NO_IGNORE = -(2**63)  # no valid target: where nothing is ignored, this value is out of range like any other
+
+
+class Weights(NamedTuple):
+    """What the rows of a sum are multiplied with: each its own [N], all a number and some of the graph; and masks."""
+
+    by_row: fx.Node | None
+    number: float
+    scalars: list[tuple[Callable[..., Any], Any]]
+    masks: list[tuple[fx.Node, Link]]
 
 
 class IndexedWriter(Writer):
@@ -66,33 +75,57 @@ class IndexedWriter(Writer):
     def _weighted(self, node: fx.Node, loss: WeightedLoss) -> fx.Node:
         """sum_i w_i log_prob_i."""
         per_row = cast(LogProb, loss.per_row)
-        row_weight, factor, masks = self._weights(loss)
-        factor *= -per_row.factor
+        weights = self._weights(loss)
         total = self._write_fused(
             loss.logits,
             per_row.target,
             per_row.ignore_index,
             per_row.wraps,
             summed=True,
-            row_weight=row_weight,
-            masks=masks,
+            row_weight=weights.by_row,
+            masks=weights.masks,
         )["nll_sum"]
-        if factor != 1.0:
-            total = self.call(aten.mul.Tensor, total, factor)
         product = cast(Product, loss.logits.product)
         statistics = torch.float64 if value(product.node).dtype == torch.float64 else torch.float32
-        return self.as_dtype(total, node.meta["val"].dtype, statistics)
+        return self.as_dtype(self._times(total, weights, -per_row.factor), node.meta["val"].dtype, statistics)
 
-    def _weights(self, loss: WeightedLoss) -> tuple[fx.Node | None, float, list[tuple[fx.Node, Link]]]:
-        """The gradient of the scalar for each row, found by going back over the links: [N] or a number, and masks."""
+    def _times(self, total: fx.Node, weights: Weights, factor: float) -> fx.Node:
+        """The sum with the factors that all rows share."""
+        factor *= weights.number
+        total = total if factor == 1.0 else self.call(aten.mul.Tensor, total, factor)
+        for target, scalar in weights.scalars:
+            total = self.call(target, total, scalar)
+        return total
+
+    def _weights(self, loss: WeightedLoss) -> Weights:
+        """The gradient of the scalar for each row, found by going back over the links.
+
+        What all rows share stays outside of the sum (no row at all is 0 / 0 there, as it is for eager), as long as no
+        mask comes behind it: rows that are dropped are 0 whatever they were multiplied by.
+        """
         weight: Any = 1.0
         masks: list[tuple[fx.Node, Link]] = []
+        scalars: list[tuple[Callable[..., Any], Any]] = []
         for link in reversed(loss.links):
-            weight = self._pulled_back(weight, link, masks)
+            target, scalar = self._scalar_of(link)
+            if scalar is not None and not masks:
+                scalars.append((target, scalar))
+                link = replace(link, kind="sum") if link.kind == "mean" else None
+            if link is not None:
+                weight = self._pulled_back(weight, link, masks)
         if not isinstance(weight, fx.Node):
-            return None, weight, masks
+            return Weights(None, weight, scalars[::-1], masks)
         weight = self.call(aten.expand.default, weight, [self.size(s) for s in loss.links[0].before])
-        return self.call(aten.reshape.default, weight, [-1]), 1.0, masks
+        return Weights(self.call(aten.reshape.default, weight, [-1]), 1.0, scalars[::-1], masks)
+
+    def _scalar_of(self, link: Link) -> tuple[Callable[..., Any], Any]:
+        """A number of the graph that the link multiplies all rows with, or divides them by, and None for any other."""
+        if link.kind == "mean":
+            count = self.numel([link.before[d] for d in link.dims])
+            return aten.div.Tensor, count if isinstance(count, fx.Node) or count == 0 else None
+        shared = isinstance(link.factor, fx.Node) and link.kind in ("times", "over") and not _shape_of(link.factor)
+        target = aten.mul.Tensor if link.kind == "times" else aten.div.Tensor
+        return target, self.ref(cast(fx.Node, link.factor)) if shared else None
 
     def _pulled_back(self, weight: Any, link: Link, masks: list[tuple[fx.Node, Link]]) -> Any:
         """The cotangent before a link from that behind it; a number, or a tensor that broadcasts."""
@@ -303,3 +336,8 @@ class IndexedWriter(Writer):
             return None
         whole = self.call(aten.detach.default, product.node)
         return self.call(aten.reshape.default, whole, [-1, self.size(product.vocab)])
+
+
+def _shape_of(factor: fx.Node) -> tuple[Any, ...]:
+    """The shape of a factor, () for a size of the graph."""
+    return sizes(factor) if isinstance(factor.meta.get("val"), torch.Tensor) else ()

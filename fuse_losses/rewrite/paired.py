@@ -49,9 +49,9 @@ class KernelWriter(IndexedWriter):
         return self.call(aten.to.dtype, made, node.meta["val"].dtype)
 
     def _weighted_divergence(self, node: fx.Node, loss: WeightedLoss, found: Divergence) -> fx.Node:
-        weight, factor, masks = self._weights(loss)
-        made = self._sum(replace(found, factor=found.factor * factor), weight, [self._kept(*m) for m in masks])
-        return self.call(aten.to.dtype, made, node.meta["val"].dtype)
+        weights = self._weights(loss)
+        made = self._sum(replace(found, factor=1.0), weights.by_row, [self._kept(*m) for m in weights.masks])
+        return self.call(aten.to.dtype, self._times(made, weights, found.factor), node.meta["val"].dtype)
 
     def _sum(self, found: Divergence, weight: fx.Node | None, kept: list[fx.Node]) -> fx.Node:
         """factor * the sum over rows of weight * the divergence; rows that are not kept count for nothing."""

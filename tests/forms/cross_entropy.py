@@ -224,8 +224,8 @@ def padded_vocabulary(reduction):
     return fn
 
 
-form("C10", "nanochat: padded vocabulary, softcap after the upcast", "rows")(padded_vocabulary("mean"))
-form("C10", "nanochat, none", "rows", dtype=torch.bfloat16)(padded_vocabulary("none"))
+form("C10", "nanochat: padded vocabulary, softcap after the upcast", "kernels")(padded_vocabulary("mean"))
+form("C10", "nanochat, none", "kernels", dtype=torch.bfloat16)(padded_vocabulary("none"))
 
 
 @form("C11", "softcap by sigmoid, shifted", "rows", dtype=torch.bfloat16)

@@ -11,8 +11,7 @@ from tests.forms.log_probs import jsd, teacher
 
 BF16 = torch.bfloat16
 
-# What runs each kind: "fused" is by rows or with kernels. The one place to say which, as kernels take them over.
-FORWARD_KL = REVERSE_KL = SYMMETRIC_KL = SKEWED_KL = JSD = TOTAL_VARIATION = SOFT_TARGETS = "fused"
+FORWARD_KL = REVERSE_KL = SYMMETRIC_KL = SKEWED_KL = JSD = TOTAL_VARIATION = SOFT_TARGETS = "kernels"
 
 PADDED = "a padded vocabulary is not followed"
 

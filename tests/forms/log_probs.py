@@ -238,16 +238,16 @@ def masked_jsd(beta):
 
 
 for _beta in (0, 0.3, 1):
-    form("D2", f"generalised JSD, beta={_beta}, masked sums", "rows")(masked_jsd(_beta))
+    form("D2", f"generalised JSD, beta={_beta}, masked sums", "kernels")(masked_jsd(_beta))
 
 
-@form("D1", "generalised JSD, rows picked by a mask", "rows", unbacked=True)
+@form("D1", "generalised JSD, rows picked by a mask", "kernels", unbacked=True)
 def gkd(x, w, xT, wT, m):
     divergence = jsd(F.linear(x, w), teacher(xT, wT), 0.5)
     return divergence[m != 0].sum() / (m != 0).sum().clamp_min(1)
 
 
-@form("D3", "forward KL by hand", "rows")
+@form("D3", "forward KL by hand", "kernels")
 def forward_kl(x, w, xT, wT, y):
     logits, target = F.linear(x, w), teacher(xT, wT)
     probs = F.softmax(target, dim=-1, dtype=torch.float32)
@@ -257,7 +257,7 @@ def forward_kl(x, w, xT, wT, y):
     return -torch.sum(per_row * mask.view(-1), dim=0) / torch.sum(mask.view(-1), dim=0)
 
 
-@form("D4", "reverse KL by hand, in place", "rows")
+@form("D4", "reverse KL by hand, in place", "kernels")
 def reverse_kl(x, w, xT, wT, y):
     logits, target = F.linear(x, w), teacher(xT, wT)
     probs = F.softmax(logits, dim=-1, dtype=torch.float32)
@@ -268,26 +268,26 @@ def reverse_kl(x, w, xT, wT, y):
     return -torch.sum(torch.sum(products, dim=-1).view(-1) * mask.view(-1)) / torch.sum(mask.view(-1))
 
 
-@form("D5", "skewed KL: a mixture of probabilities", "rows")
+@form("D5", "skewed KL: a mixture of probabilities", "kernels")
 def skewed(x, w, t, m):
     p, q = t.softmax(-1), F.linear(x, w).softmax(-1)
     mixed = torch.log(0.1 * p + 0.9 * q)
     return ((p * mixed).sum(-1) * m).sum() / m.sum()
 
 
-@form("D5", "total variation", "rows")
+@form("D5", "total variation", "kernels")
 def total_variation(x, w, t, m):
     return ((0.5 * (t.softmax(-1) - F.linear(x, w).softmax(-1)).abs()).sum(-1) * m).sum() / m.sum()
 
 
-@form("D6", "Hinton's distillation", "rows")
+@form("D6", "Hinton's distillation", "kernels")
 def hinton(x1, w, y1, wT):
     z = F.linear(x1, w)
     soft = F.kl_div(F.log_softmax(z / 2, -1), F.softmax(teacher(x1, wT) / 2, -1), reduction="batchmean") * 4
     return 0.7 * soft + 0.3 * F.cross_entropy(z, y1)
 
 
-@form("D7", "EAGLE-1: teacher and student share the head", "rows")
+@form("D7", "EAGLE-1: teacher and student share the head", "kernels")
 def shared_head(x, w, xT, m):
     with torch.no_grad():
         p = F.softmax(F.linear(xT, w), dim=2)
@@ -301,7 +301,7 @@ def part_of_the_teacher(x, w, xT, wT, m):
     return -((p * F.log_softmax(F.linear(x, w[: V // 4]), dim=2)).sum(2) * m).mean()
 
 
-@form("D8", "MiniLLM: reverse KL and gathers of one log_softmax", "rows")
+@form("D8", "MiniLLM: reverse KL and gathers of one log_softmax", "kernels")
 def mini_llm(x, w, t, c, m):
     lp, target = F.linear(x, w).log_softmax(-1), t.log_softmax(-1)
     rkl = F.kl_div(target, lp, reduction="none", log_target=True).sum(-1)
@@ -333,7 +333,7 @@ def topk_with_tail(x, w, t, c, m):
     return (F.kl_div(torch.cat([lp, tail], -1), known, log_target=True, reduction="none").sum(-1) * m).sum()
 
 
-@form("D11", "probabilities of a teacher from a file", "rows")
+@form("D11", "probabilities of a teacher from a file", "kernels")
 def offline(x, w, t):
     p = t.softmax(-1)
     return F.kl_div(F.linear(x, w).log_softmax(-1), p, reduction="none").sum(-1).mean()

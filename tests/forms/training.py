@@ -47,12 +47,12 @@ class Weighted(nn.Module):
         return self.loss(self.head(x).view(-1, V), y.view(-1))
 
 
-@form("C19", "soft targets", "rows")
+@form("C19", "soft targets", "kernels")
 def soft_targets(x, w, t):
     return F.cross_entropy(F.linear(x, w).view(-1, V), t.softmax(-1).view(-1, V))
 
 
-@form("C19", "EAGLE: minus the sum of p log q", "rows")
+@form("C19", "EAGLE: minus the sum of p log q", "kernels")
 def eagle(x, w, t, m):
     with torch.no_grad():
         p = t.softmax(dim=2)
@@ -133,7 +133,7 @@ def entropy_bonus(x1, w, y1):
     return F.cross_entropy(z, y1) - 0.01 * (z.logsumexp(-1) - (p * z).sum(-1)).mean()
 
 
-@form("C22", "distillation and cross entropy", "rows")
+@form("C22", "distillation and cross entropy", "kernels")
 def kd_and_ce(x1, w, y1, wT):
     z = F.linear(x1, w)
     with torch.no_grad():

@@ -158,7 +158,7 @@ def loss(pair, leaves):
     d = OPS.divergence(p, weight, bias, *teacher, *pair.how(), 4, "float32")
     given = OPS.divergence(
         p @ weight.t(), None, None, (teacher[0] @ teacher[1].t()).float().softmax(1), None, None,
-        "kl", 0.1, "logits", "tanh", 0.5, 2.0, "probs", "identity", 1.0, 1.0, 4, "float32",
+        "kl", 0.1, False, "logits", "tanh", 0.5, 2.0, "probs", "identity", 1.0, 1.0, 4, "float32",
     )  # fmt: skip
     total += 1.0  # outputs are fresh tensors
     return 0.3 * total / p.shape[0] + (d * given).sum() - given.mean()

@@ -108,9 +108,9 @@ def losses(names: Iterable[str] = LOSSES, missing: Iterable[str] = ()) -> Any:
     return pytest.mark.parametrize("name", params)
 
 
-def tensors(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[Tensor]:
+def tensors(dtype: torch.dtype = torch.float32, scale: float = 1.0, rows: int = ROWS) -> list[Tensor]:
     """x, w, xT, wT; the student's learn."""
-    x, xT = scale * torch.randn(ROWS, HIDDEN), scale * torch.randn(ROWS, HIDDEN)
+    x, xT = scale * torch.randn(rows, HIDDEN), scale * torch.randn(rows, HIDDEN)
     w, wT = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
     return [x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_(), xT.to(dtype), wT.to(dtype)]
 
@@ -161,13 +161,19 @@ def test_a_bfloat16_teacher_of_a_float32_student(name: str) -> None:
 
 
 @losses()
-@pytest.mark.parametrize("temperature", [0.1, 10.0])
-def test_temperatures(name: str, temperature: float) -> None:
-    assert_fused_as_eager(heads(LOSSES[name], lambda z: z / temperature), tensors())
+def test_a_high_temperature(name: str) -> None:
+    assert_fused_as_eager(heads(LOSSES[name], lambda z: z / 10.0), tensors())
+
+
+@losses(name for name in LOSSES if name not in ("JSD, probs", "skewed KL"))
+def test_a_low_temperature(name: str) -> None:
+    """Few classes are left of each row, and the rounding of their logits is luck: over many rows."""
+    assert_fused_as_eager(heads(LOSSES[name], lambda z: z / 0.1), tensors(rows=200))
 
 
 # what is read where the classes of both sides are impossible is not a number there, in eager too
-@losses(name for name in LOSSES if name not in ("JSD, probs", "skewed KL"))
+# and the reverse KL's gradients are of the size of the rounding of its loss, 1e-10 times smaller than that
+@losses(name for name in LOSSES if name not in ("JSD, probs", "skewed KL", "reverse KL"))
 def test_large_logits(name: str) -> None:
     args = whole_tensors()
     assert F.linear(args[0], args[1]).abs().max() > 3e3
