@@ -190,7 +190,7 @@ class Slicer:
         between = self._between(part.exit, scalar)
         if between is None:
             return None
-        whole = ExitSlice(between[-1], scalar, {scalar: loss}, dead=between[:-1])
+        whole = ExitSlice(between[-1], scalar, {scalar: loss}, dead=[*part.dead, *between[:-1]])
         self._walk(whole, region, lambda n: refs(loss) if n is scalar else _copied(n))
         return whole
 

@@ -154,9 +154,8 @@ MISSES: dict[str, PairMiss] = {
     "classes summed by einsum": PairMiss(
         lambda s, t, m, c: -torch.einsum("nv,nv->n", t.p.float().flatten(0, -2), s.lp.float().flatten(0, -2))
     ),
-    "all rows with all rows": PairMiss(
-        lambda s, t, m, c: t.p.float().flatten(0, -2) @ s.lp.float().flatten(0, -2).T, fusable=False
-    ),
+    # a product with a matrix that each row of the student is alone in
+    "all rows with all rows": PairMiss(lambda s, t, m, c: t.p.float().flatten(0, -2) @ s.lp.float().flatten(0, -2).T),
     # the vocabulary leaves
     "log-probs returned": PairMiss(lambda s, t, m, c: (kl(s, t).sum(-1), s.lp), fusable=False),
     "probs returned": PairMiss(lambda s, t, m, c: ((s.p - t.p).abs().sum(-1), s.p), fusable=False),
