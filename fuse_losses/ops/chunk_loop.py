@@ -41,9 +41,12 @@ class Gradients(NamedTuple):
 SMALL = 16 * 2**20  # bytes of logits that need no second chunk
 
 
-def rows_per_chunk(rows: int, chunk_rows: int, row_bytes: int) -> int:
-    """chunk_rows, or half of the rows if that is fewer: the logits are never alive whole, unless they are small."""
-    return chunk_rows if rows * row_bytes <= SMALL else min(chunk_rows, -(-rows // 2))
+def rows_per_chunk(rows: int, chunk_rows: int, row_bytes: int, sides: int = 1) -> int:
+    """chunk_rows, or half of the rows if that is fewer: the logits are never alive whole, unless they are small.
+
+    sides: chunks of so many distributions, `row_bytes` together, are alive at a time, and share that half.
+    """
+    return chunk_rows if rows * row_bytes <= SMALL else min(chunk_rows, -(-rows // (2 * sides)))
 
 
 def parts(rows: int, chunk_rows: int) -> Iterator[slice]:

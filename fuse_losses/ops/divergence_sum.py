@@ -6,7 +6,7 @@ from torch import Tensor
 from fuse_losses.ops.autograd import forbid_double_backward, needs_gradient, scaled
 from fuse_losses.ops.checks import check_rows
 from fuse_losses.ops.divergence import check, divergence
-from fuse_losses.ops.paired import HOW, TENSORS, How, paired_fwd_grad
+from fuse_losses.ops.paired import HOW, TENSORS, How, paired_fwd_grad, paired_fwd_keep
 
 SCHEMA = f"divergence_sum({TENSORS}, Tensor? row_weight, {HOW}, str accumulate) -> Tensor"
 
@@ -57,6 +57,61 @@ class _DivergenceSum(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
+class _FewRows(torch.autograd.Function):
+    """Where rows are few beside hidden units, the gradient for the logits is small beside that for the weight: it is
+    what waits for the upstream gradient, and the products that take it to x and weight are the backward's.
+    """
+
+    @staticmethod
+    def forward(p, p_weight, p_bias, q, q_weight, q_bias, row_weight, how, needs):
+        sides = any(needs[:3]), any(needs[3:])
+        d, *kept = paired_fwd_keep(p, p_weight, p_bias, q, q_weight, q_bias, row_weight, *how, *sides)
+        return _weighted_sum(d, row_weight), *kept
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, row_weight, _, needs = inputs
+        _, *kept = output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*kept)
+        ctx.save_for_backward(row_weight, *kept, *tensors)
+        ctx.needs = needs
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        forbid_double_backward()
+        if grad is None:
+            return (None,) * 9
+        row_weight, *kept = ctx.saved_tensors[:3]
+        tensors = ctx.saved_tensors[3:]
+        grads: list[Tensor | None] = []
+        for du, (x, weight, _), (need_x, need_weight, need_bias) in zip(
+            kept, (tensors[:3], tensors[3:]), (ctx.needs[:3], ctx.needs[3:]), strict=True
+        ):
+            # a row without weight has no gradient, even if the upstream one is inf or NaN
+            taken = None if row_weight is None else row_weight != 0
+            by_row = grad if taken is None else torch.where(taken, grad, 0.0).unsqueeze(1)
+            with torch.autocast(grad.device.type, enabled=False):
+                grads += [
+                    ((du @ weight) * by_row).to(x.dtype) if need_x else None,
+                    du.t() @ (x * by_row).to(x.dtype) if need_weight else None,
+                    (du.sum(0, dtype=grad.dtype) * grad).to(x.dtype) if need_bias else None,
+                ]
+        return *grads, None, None, None
+
+
+FEW = 4  # at most a fourth of the hidden units are few rows
+
+
+def _are_few(side: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> bool:
+    """Whether the rows of a side are few, as far as this is known; a side that needs no gradient does not matter."""
+    x, weight, _ = side
+    if x is None or not any(needs):
+        return True
+    known = isinstance(x.shape[0], int) and isinstance(x.shape[1], int)
+    return weight is not None and known and FEW * x.shape[0] <= x.shape[1] and x.dtype != torch.float16
+
+
 def divergence_sum(p, p_weight, p_bias, q, q_weight, q_bias, row_weight, *arguments):
     """0-d `sum_i row_weight_i * divergence_i` in float32 or float64; arguments as the package says.
 
@@ -69,4 +124,6 @@ def divergence_sum(p, p_weight, p_bias, q, q_weight, q_bias, row_weight, *argume
     projected = (p_weight is not None and any(needs[:3])) or (q_weight is not None and any(needs[3:]))
     if not projected or needs_gradient(row_weight):
         return _weighted_sum(divergence(*tensors, *arguments), row_weight)
+    if _are_few(tensors[:3], needs[:3]) and _are_few(tensors[3:], needs[3:]):
+        return _FewRows.apply(*tensors, row_weight, how, needs)[0]
     return _DivergenceSum.apply(*tensors, row_weight, how, accumulate, needs)[0]

@@ -57,6 +57,7 @@ class _Rows:
         self.values_dtype = tensor.dtype if weight is None else statistics_dtype(tensor.dtype)
         self.row_bytes = 0 if weight is None else weight.shape[0] * self.values_dtype.itemsize
         self._memory: Tensor | None = None
+        self._kept: Tensor | None = None
         self._needs = (False, False, False)
 
     def start(self, chunk_rows: int) -> None:
@@ -67,6 +68,12 @@ class _Rows:
         # rows that start at a multiple of 128 bytes keep loads vectorised for an odd vocabulary
         step = 128 // self.values_dtype.itemsize if self.tensor.is_cuda else 1
         self._memory = self.tensor.new_empty(rows, -(-vocab // step) * step, dtype=self.values_dtype)
+
+    def keep_gradients(self) -> Tensor:
+        """Let the gradient with respect to the logits go to a tensor [N, V] of its own, which is returned."""
+        assert self.weight is not None
+        self._kept = self.tensor.new_empty(self.tensor.shape[0], self.weight.shape[0])
+        return self._kept
 
     def start_gradients(
         self, needs: tuple[bool, bool, bool], dtype: torch.dtype, bias_dtype: torch.dtype, chunks: int, accumulate: str
@@ -94,6 +101,8 @@ class _Rows:
 
     def gradient_of(self, part: slice) -> Tensor | None:
         """Where the gradient with respect to the values of `read(part)` goes: over them if they are products."""
+        if self._kept is not None:
+            return self._kept[part]
         if not any(self._needs):
             return None
         if self.weight is None or self._memory is None:
@@ -103,7 +112,7 @@ class _Rows:
 
     def add(self, part: slice, du: Tensor | None) -> None:
         """Take a chunk's gradient `du`, which `gradient_of` gave out, to x, weight and bias."""
-        if self.weight is None or du is None:
+        if self.weight is None or du is None or self._kept is not None:
             return
         if self._grad is not None:
             mm_into(self._grad[part], du, self.weight)
@@ -141,7 +150,8 @@ class _Loop:
         self.kernels = paired_kernels(self.p.values_dtype, self.q.values_dtype, p.device)
         row_bytes = self.p.row_bytes + self.q.row_bytes
         if row_bytes or self.kernels.TEMPORARIES:
-            self.chunk_rows = rows_per_chunk(self.rows, how.chunk_rows, row_bytes)
+            sides = (self.p.row_bytes > 0) + (self.q.row_bytes > 0)
+            self.chunk_rows = rows_per_chunk(self.rows, how.chunk_rows, row_bytes, max(1, sides))
         else:  # all at once: nothing of [C, V] is allocated
             self.chunk_rows = max(1, self.rows)
         self.p.start(self.chunk_rows)
@@ -157,13 +167,17 @@ class _Loop:
 
     def visit_gradients(self, kernel) -> list[Tensor]:
         """Call `kernel(part, p, q, p_out, q_out)` for every chunk; the six gradients."""
+        self.visit(kernel)
+        return [*self.p.gradients(), *self.q.gradients()]
+
+    def visit(self, kernel) -> None:
+        """Call `kernel(part, p, q, p_out, q_out)` for every chunk."""
         for part in parts(self.rows, self.chunk_rows):
             p, q = self.p.read(part), self.q.read(part)
             p_out, q_out = self.p.gradient_of(part), self.q.gradient_of(part)
             kernel(part, p, q, p_out, q_out)
             self.p.add(part, p_out)
             self.q.add(part, q_out)
-        return [*self.p.gradients(), *self.q.gradients()]
 
 
 def _no_autocast(like: Tensor) -> torch.autocast:
@@ -254,6 +268,39 @@ def paired_fwd_grad(*args):
 def _(*args):
     d = args[0].new_empty(args[0].shape[0], dtype=values_dtype(args[0], args[3]))
     return [d, *_fake_gradients(args[:6], args[-1], waiting=True)]
+
+
+@torch.library.custom_op(
+    "fuse_losses::paired_fwd_keep",
+    mutates_args=(),
+    schema=f"({TENSORS}, Tensor? row_weight, {HOW}, bool p_needs, bool q_needs) -> (Tensor, Tensor, Tensor)",
+)
+def paired_fwd_keep(*args):
+    """The divergence [N], 0 where the row's weight is 0, and the gradients of `sum(row_weight * divergence)` for the
+    logits of both sides, [N, V] in the dtype of the side ([0] for one that needs none).
+    """
+    tensors, row_weight, how, needs = args[:6], args[6], How(*args[7:-2]), args[-2:]
+    with _no_autocast(args[0]):
+        loop = _Loop(tensors, how)
+        sides = zip((loop.p, loop.q), needs, strict=True)
+        kept = [side.keep_gradients() if need else side.tensor.new_empty(0) for side, need in sides]
+        d = args[0].new_empty(loop.rows, dtype=loop.dtype)
+        weight = torch.ones_like(d) if row_weight is None else row_weight.to(d.dtype).contiguous()
+
+        def kernel(part, p, q, p_out, q_out) -> None:
+            loop.kernels.paired_fwd_bwd(p, q, loop.divergence, loop.k, weight[part], d[part], p_out, q_out)
+
+        loop.visit(kernel)
+    return d, *kept
+
+
+@paired_fwd_keep.register_fake
+def _(*args):
+    d = args[0].new_empty(args[0].shape[0], dtype=values_dtype(args[0], args[3]))
+    kept = []
+    for (x, weight), need in (((args[0], args[1]), args[-2]), ((args[3], args[4]), args[-1])):
+        kept.append(x.new_empty((x.shape[0], weight.shape[0]) if need else 0))
+    return d, *kept
 
 
 def _gain(weight: Tensor, loop: _Loop, how: How) -> Tensor | None:

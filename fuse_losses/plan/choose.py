@@ -48,8 +48,10 @@ def choose(head: Head, context: Context, options: Options) -> Plan | Decline:
         return Decline("no_gain", "the logits are given to this graph, and this loss over them has no kernel")
     gpu = context.device == "cuda"
     itemsize = ITEMSIZE[head.dtype]
-    # where there is no kernel, a chunk is worked on in float32
-    chunk_rows = default_chunk_rows(head.vocab, itemsize if gpu else max(itemsize, 4), context.device)
+    # where there is no kernel, a chunk is worked on in float32; so are the logits of two distributions, side by side
+    pairs = any(isinstance(_per_row(f), Divergence) for f in head.functionals)
+    alive = max(itemsize, 4) * max(1, len(head.hidden)) if pairs else itemsize if gpu else max(itemsize, 4)
+    chunk_rows = default_chunk_rows(head.vocab, alive, context.device)
     if head.operations:
         # the operations of a row and what their backward keeps are alive together
         chunk_rows = max(FEWEST_ROWS[gpu], chunk_rows // LIVE_VALUES)
@@ -87,6 +89,10 @@ def _gradients(head: Head, context: Context) -> tuple[str, str]:
     if context.checkpointed:
         return "recompute", "the head is checkpointed: its forward runs twice, its gradients must not"
     return "forward", "every row's weight is known before the loss"
+
+
+def _per_row(functional: Functional) -> Functional:
+    return functional.per_row if isinstance(functional, WeightedLoss) else functional
 
 
 def _sums_rows(functional: Functional) -> bool:

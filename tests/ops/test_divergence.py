@@ -1,15 +1,18 @@
 """`divergence` and `divergence_sum` against a float64 oracle: values, gradients, and what happens at the edges."""
 
 import math
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import fuse_losses.ops.divergence_sum  # noqa: F401
 from fuse_losses.losses import DIVERGENCES
 from tests.losses.pages import CASES
 from tests.ops.pair import OPS, graded, make_pair, three
 
+sum_module = sys.modules["fuse_losses.ops.divergence_sum"]  # the package has the operator under this name
 F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 PROPER = [case for case in CASES if case[0] != "soft_cross_entropy"]  # 0 for equal distributions
 
@@ -40,6 +43,24 @@ def test_projected(check, name, k, dtypes):
 @pytest.mark.parametrize("name, k", CASES)
 def test_given(check, name, k, given):
     check(make_pair(name, k, given=given, row_weight=True))
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F32), (B16, B16), (B16, F32), (F64, F64)], ids=str)
+@pytest.mark.parametrize("name, k", CASES)
+def test_few_rows_of_wide_hidden_states(check, monkeypatch, name, k, dtypes):
+    """The gradients for the logits wait for the upstream gradient, and those for the weights are made in backward."""
+    kept = []
+    keep = sum_module.paired_fwd_keep
+    monkeypatch.setattr(sum_module, "paired_fwd_keep", lambda *args: kept.append(args) or keep(*args))
+    check(make_pair(name, k, rows=9, hidden=(64, 40), dtypes=dtypes, squashes=("tanh", "scale"), row_weight=True), 2)
+    assert kept
+
+
+def test_few_rows_without_weight_take_nothing_of_an_infinite_gradient():
+    pair = make_pair(rows=6, hidden=(64, 64), row_weight=True)
+    pair.row_weight.zero_()
+    _, *grads = graded(lambda leaves: pair.sum(leaves, 2), pair.leaves(), torch.tensor(math.inf))
+    assert not grads[0].any()
 
 
 @pytest.mark.parametrize("vocab", [2, 3, 127, 128, 1009])

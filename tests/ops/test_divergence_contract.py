@@ -34,6 +34,9 @@ def test_opcheck_outer(dtypes, trained):
         torch.library.opcheck(OPS.divergence.default, (*tensors, *pair.how(), 2, "float32"))
         torch.library.opcheck(OPS.divergence_sum.default, (*tensors, pair.row_weight, *pair.how(), 2, "float32"))
         torch.library.opcheck(OPS.divergence_sum.default, (*tensors, None, *pair.how(), 2, "float32"))
+        if given == (None, None):
+            detached = [t if t is None else t.detach() for t in tensors]
+            torch.library.opcheck(OPS.paired_fwd_keep.default, (*detached, None, *pair.how(), 2, True, bool(trained)))
 
 
 @pytest.mark.parametrize("dtypes", [(F32, F32), (F16, F64)], ids=str)
