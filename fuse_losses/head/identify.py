@@ -44,8 +44,13 @@ def grid() -> tuple[Tensor, Tensor]:
     return torch.cat([p, edge, never, never]), torch.cat([q, never, edge, never])
 
 
-def identify(f: Callable[[Tensor, Tensor], Tensor], constants: Iterable[float]) -> Match | None:
-    """The page of `losses` that f(log p, log q) is, in float64; `constants` are the numbers that f is written with."""
+def identify(
+    f: Callable[[Tensor, Tensor], Tensor], constants: Iterable[float], normalised: bool = True
+) -> Match | None:
+    """The page of `losses` that f(log p, log q) is, in float64; `constants` are the numbers that f is written with.
+
+    normalised: p and q are softmaxes, and f may differ from the page by a multiple of p - q, which sums to nothing.
+    """
     lp, lq = (t.requires_grad_() for t in grid())
     with torch.enable_grad():
         made = f(lp, lq)
@@ -55,10 +60,15 @@ def identify(f: Callable[[Tensor, Tensor], Tensor], constants: Iterable[float]) 
     for page in DIVERGENCES.values():
         choices = [page.default] if page.parameter is None else [page.default, *parameters]
         for k in dict.fromkeys(k for k in choices if k in page.valid):
-            found = target.match(page, k)
+            found = target.match(page, k, normalised)
             if found is not None:
                 return found
     return None
+
+
+def _rounded(factor: float) -> float:
+    """A whole number where the factor is one but for rounding."""
+    return float(round(factor)) if round(factor) and abs(factor - round(factor)) < TOLERANCE else factor
 
 
 @functools.lru_cache(256)
@@ -75,6 +85,8 @@ def holds_beyond(match: Match, f: Callable[[Tensor, Tensor], Tensor], forms: tup
 
     forms: those in which the two sides are given; the logarithm of a negative number is complex here.
     """
+    if set(forms) == {"logits"}:
+        return True
     usual = torch.tensor([-0.1, -1.2, -7.0], dtype=torch.complex128)
     strange = {
         "probs": torch.tensor([-0.7, -3.0, 0.0, 1.6], dtype=torch.complex128).log(),
@@ -105,22 +117,35 @@ class _Samples:
     value: Tensor
     slopes: tuple[Tensor | None, Tensor | None]
 
-    def match(self, page: Divergence, k: float) -> Match | None:
+    def match(self, page: Divergence, k: float, normalised: bool) -> Match | None:
         phi, *partials = _on_grid(page.name, k)
         inside = self.lp.isfinite() & self.lq.isfinite()
-        factor = self._factor(phi, inside)
-        if factor is None or not self._agree(self.value, factor * phi, inside):
+        p, q = self.lp.exp(), self.lq.exp()
+        factor, shift = self._fit(phi, p - q, inside) if normalised else (self._factor(phi, inside), 0.0)
+        if factor is None or not self._agree(self.value, factor * phi + shift * (p - q), inside):
             return None
-        masked = self._edges(factor * phi, ~inside)
+        masked = self._edges(factor * phi + shift * (p - q), ~inside)
         if masked is None:
             return None
         slopes: list[bool] = []
-        for mine, partial in zip(self.slopes, partials, strict=True):
-            wanted = factor * partial
+        for mine, partial, own in zip(self.slopes, partials, (p, -q), strict=True):
+            wanted = factor * partial + shift * own
             slopes.append(mine is not None and bool(mine[inside].any()))
             if mine is not None and slopes[-1] and not self._agree(mine, wanted, inside):
                 return None
         return Match(page.name, k, factor, masked, (slopes[0], slopes[1]))
+
+    def _fit(self, phi: Tensor, nothing: Tensor, inside: Tensor) -> tuple[float | None, float]:
+        """The factors of phi and of what sums to nothing in f, by least squares; None if that is no number, or zero."""
+        scale = self._scale()[inside]
+        basis = torch.stack([phi[inside], nothing[inside]], 1) / scale.unsqueeze(1)
+        if not (basis.isfinite().all() and self.value[inside].isfinite().all()):
+            return None, 0.0
+        solved = torch.linalg.pinv(basis) @ (self.value[inside] / scale)
+        factor, shift = float(solved[0]), float(solved[1])
+        if not math.isfinite(factor) or abs(factor) < 1e-9 or abs(shift) < TOLERANCE * abs(factor):
+            return self._factor(phi, inside), 0.0
+        return _rounded(factor), shift
 
     def _scale(self) -> Tensor:
         """The size of a term of f at each point: what rounding is relative to."""
@@ -133,7 +158,7 @@ class _Samples:
         ratio = float(self.value[best] / phi[best])
         if not math.isfinite(ratio) or ratio == 0.0:
             return None
-        return float(round(ratio)) if abs(ratio - round(ratio)) < TOLERANCE else ratio
+        return _rounded(ratio)
 
     def _agree(self, mine: Tensor, wanted: Tensor, where: Tensor) -> bool:
         scale = self._scale()[where]

@@ -50,7 +50,7 @@ def loops(slices: Sequence[ExitSlice], graph: fx.Graph) -> list[Run]:
         for node, build in part.cuts.items():
             for i, loop in enumerate(found):
                 first = loop.exits[0]
-                alike = first.differentiable == part.differentiable and loop.build.row_set == build.row_set
+                alike = first.differentiable == part.differentiable and bool(loop.build.row_set & build.row_set)
                 if alike and schedule.ready(first, part, leaves_of(part, build.reads)):
                     loop.build.add_output(node)
                     found[i] = Loop(loop.build, (*loop.exits, part))

@@ -321,9 +321,11 @@ class _Reader:
         # the raw logits of a distribution are its log-probs and a number per row, which must not matter
         shifts = (3.25, -1.5) if any(form == "logits" for _, form in forms.values()) else (0.0,)
         run = functools.partial(self._run, terms, nodes, forms)
+        normalised = all(side.form == "logits" for side in sides)
         try:
             with torch.inference_mode(False), _disable_current_modes():
-                first, *others = [identify(functools.partial(_of_log_probs, run, shift), constants) for shift in shifts]
+                readings = [functools.partial(_of_log_probs, run, shift) for shift in shifts]
+                first, *others = [identify(f, constants, normalised) for f in readings]
                 if first is None or any(f != first for f in others):
                     return None
                 beyond = holds_beyond(first, functools.partial(_of_log_probs, run, 0.0), (sides[0].form, sides[1].form))

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fuse_losses.losses import DIVERGENCES
+from tests.capture import Capture, operators
 from tests.losses import test_pages as pages
 from tests.losses.pages import parameters
 from tests.ops.pair import graded, make_pair
+from tests.oracle import assert_as_eager
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +76,20 @@ def test_the_operators_run_it(page):
     ours = graded(lambda leaves: pair.sum(leaves, 4), pair.leaves(), upstream)
     for a, b in zip(ours, graded(pair.eager_sum, pair.leaves(), upstream), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_it_is_recognised(page):
+    """In a user's own words, as they sum to what the page does, term by term different."""
+    k = 0.3
+
+    def fn(x, w, y, v):
+        p, q = F.linear(x, w).softmax(-1), F.linear(y, v).softmax(-1)
+        return (p - q**k * p ** (1 - k)).sum(-1) / (k * (1 - k))
+
+    capture = Capture()
+    args = [torch.randn(6, 8), torch.randn(40, 8), torch.randn(6, 5), torch.randn(40, 5)]
+    assert_as_eager(capture.compile(fn), fn, [a.requires_grad_(i < 2) for i, a in enumerate(args)])
+    assert "divergence" in operators(capture.after[0]), str(capture.report)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
