@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -141,7 +142,8 @@ class _Samples:
         basis = torch.stack([phi[inside], nothing[inside]], 1) / scale.unsqueeze(1)
         if not (basis.isfinite().all() and self.value[inside].isfinite().all()):
             return None, 0.0
-        solved = torch.linalg.pinv(basis) @ (self.value[inside] / scale)
+        inverse = cast(Tensor, torch.linalg.pinv(basis))  # pyright: ignore[reportUnknownMemberType]
+        solved = inverse @ (self.value[inside] / scale)
         factor, shift = float(solved[0]), float(solved[1])
         if not math.isfinite(factor) or abs(factor) < 1e-9 or abs(shift) < TOLERANCE * abs(factor):
             return self._factor(phi, inside), 0.0

@@ -135,7 +135,7 @@ class ChunkGraph:
 
     @property
     def row_set(self) -> Any:
-        """Which rows these are, of each product: graphs with one in common run over the same rows, and can share a loop."""
+        """Which rows these are, of each product: graphs that have one in common can share a loop."""
         found: set[tuple[fx.Node, Steps]] = set()
         for spec in self.rows:
             if isinstance(spec.source, Product):
