@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from fuse_losses.ops.autograd import forbid_double_backward, last_derivative, needs_gradient
 from fuse_losses.ops.chunk_loop import parts
 from fuse_losses.ops.gemm import ACCUMULATE, statistics_dtype
+from fuse_losses.ops.inner import inner_operator
 from fuse_losses.ops.pull_back import Layout, trace_pull_back
 
 SCHEMA = (
@@ -78,7 +79,7 @@ def _no_autocast(like: Tensor) -> torch.autocast:
     return torch.autocast(like.device.type, enabled=False)
 
 
-@torch.library.custom_op("fuse_losses::rows_fwd", mutates_args=())
+@inner_operator()
 def rows_fwd(key: str, rows: list[Tensor], whole: list[Tensor], chunk_rows: int, compiled: bool) -> list[Tensor]:
     """The region's outputs [N, ...], chunk by chunk."""
     count = rows[0].shape[0]
@@ -101,7 +102,7 @@ def _(key, rows, whole, chunk_rows, compiled):
     return [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in _region(key)(*rows, *whole)]
 
 
-@torch.library.custom_op("fuse_losses::rows_bwd", mutates_args=())
+@inner_operator()
 def rows_bwd(
     key: str,
     grads: list[Tensor | None],

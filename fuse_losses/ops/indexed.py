@@ -13,6 +13,7 @@ from fuse_losses.kernels.squash import Squash
 from fuse_losses.ops.chunk_loop import Needs, Projection, forward_loop, gradient_loop, parts, rows_per_chunk
 from fuse_losses.ops.dispatch import indexed_kernels
 from fuse_losses.ops.gemm import statistics_dtype
+from fuse_losses.ops.inner import inner_operator
 from fuse_losses.ops.targets import target_columns
 
 
@@ -53,7 +54,7 @@ def saved_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     return torch.float32 if dtype == torch.float16 else dtype, statistics_dtype(dtype)
 
 
-@torch.library.custom_op("fuse_losses::indexed_fwd", mutates_args=())
+@inner_operator()
 def indexed_fwd(
     x: Tensor,
     weight: Tensor,
@@ -85,7 +86,7 @@ def _(x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk
     return tuple(_row_values(x, x.shape[0], 3))
 
 
-@torch.library.custom_op("fuse_losses::indexed_fwd_grad", mutates_args=())
+@inner_operator()
 def indexed_fwd_grad(
     x: Tensor,
     weight: Tensor,
@@ -143,7 +144,7 @@ def _(
     )
 
 
-@torch.library.custom_op("fuse_losses::indexed_bwd", mutates_args=())
+@inner_operator()
 def indexed_bwd(
     grad_log_prob: Tensor | None,
     grad_lse: Tensor | None,
@@ -166,7 +167,7 @@ def indexed_bwd(
     """Gradients for x, weight and bias (shape [0] if not needed) from those of log_prob and lse; logits are
     recomputed.
     """
-    columns = target_columns(target, ignore_index, weight.shape[0])
+    columns = target_columns(target, ignore_index, weight.shape[0], checked=True)
     chunk_rows = rows_per_chunk(x.shape[0], chunk_rows, weight.shape[0] * x.element_size())
     kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
     with _no_autocast(x):
@@ -203,7 +204,7 @@ def _visited(kernels: ModuleType, logits: Tensor, chunk_rows: int) -> int:
     return chunk_rows if kernels.TEMPORARIES else max(1, logits.shape[0])
 
 
-@torch.library.custom_op("fuse_losses::given_fwd", mutates_args=())
+@inner_operator()
 def given_fwd(
     logits: Tensor,
     target: Tensor,
@@ -228,7 +229,7 @@ def _(logits, target, squash, inner, outer, ignore_index, chunk_rows):
     return tuple(_row_values(logits, logits.shape[0], 3))
 
 
-@torch.library.custom_op("fuse_losses::given_bwd", mutates_args=())
+@inner_operator()
 def given_bwd(
     grad_log_prob: Tensor | None,
     grad_lse: Tensor | None,
@@ -243,7 +244,7 @@ def given_bwd(
     chunk_rows: int,
 ) -> Tensor:
     """Gradient for given raw products [N, V], in their dtype, from those of log_prob and lse."""
-    columns = target_columns(target, ignore_index, logits.shape[1])
+    columns = target_columns(target, ignore_index, logits.shape[1], checked=True)
     kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     with _no_autocast(logits):

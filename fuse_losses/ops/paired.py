@@ -22,6 +22,7 @@ from fuse_losses.ops.chunk_loop import parts, rows_per_chunk
 from fuse_losses.ops.dispatch import paired_kernels
 from fuse_losses.ops.gemm import BiasGradient, WeightGradient, mm_into, statistics_dtype
 from fuse_losses.ops.indexed import row_gain, saved_dtypes
+from fuse_losses.ops.inner import inner_operator
 
 TENSORS = "Tensor p, Tensor? p_weight, Tensor? p_bias, Tensor q, Tensor? q_weight, Tensor? q_bias"
 HOW = (
@@ -184,9 +185,7 @@ def _no_autocast(like: Tensor) -> torch.autocast:
     return torch.autocast(like.device.type, enabled=False)
 
 
-@torch.library.custom_op(
-    "fuse_losses::paired_fwd", mutates_args=(), schema=f"({TENSORS}, {HOW}, bool[] needs) -> (Tensor, Tensor)"
-)
+@inner_operator(f"({TENSORS}, {HOW}, bool[] needs) -> (Tensor, Tensor)")
 def paired_fwd(*args):
     """The divergence [N] of every row, and `statistics` [6, N] for a backward that needs gradients."""
     tensors, how, needs = args[:6], How(*args[6:-1]), args[-1]
@@ -207,11 +206,7 @@ def _(*args):
     return d, d.new_empty(STATISTICS, d.shape[0])
 
 
-@torch.library.custom_op(
-    "fuse_losses::paired_bwd",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor statistics, {TENSORS}, {HOW}, str accumulate, bool[] needs) -> Tensor[]",
-)
+@inner_operator(f"(Tensor grad, Tensor statistics, {TENSORS}, {HOW}, str accumulate, bool[] needs) -> Tensor[]")
 def paired_bwd(grad, statistics, *args):
     """Gradients of the six tensors ([0] for those that need none) from that of the divergence [N]."""
     tensors, how, (accumulate, needs) = args[:6], How(*args[6:-2]), args[-2:]
@@ -233,11 +228,7 @@ def _(grad, statistics, *args):
     return _fake_gradients(args[:6], args[-1], waiting=False)
 
 
-@torch.library.custom_op(
-    "fuse_losses::paired_fwd_grad",
-    mutates_args=(),
-    schema=f"({TENSORS}, Tensor? row_weight, {HOW}, str accumulate, bool[] needs) -> Tensor[]",
-)
+@inner_operator(f"({TENSORS}, Tensor? row_weight, {HOW}, str accumulate, bool[] needs) -> Tensor[]")
 def paired_fwd_grad(*args):
     """The divergence [N], 0 where the row's weight is 0, and the gradients of `sum(row_weight * divergence)` for the
     six tensors ([0] for those that need none).
@@ -270,11 +261,7 @@ def _(*args):
     return [d, *_fake_gradients(args[:6], args[-1], waiting=True)]
 
 
-@torch.library.custom_op(
-    "fuse_losses::paired_fwd_keep",
-    mutates_args=(),
-    schema=f"({TENSORS}, Tensor? row_weight, {HOW}, bool p_needs, bool q_needs) -> (Tensor, Tensor, Tensor)",
-)
+@inner_operator(f"({TENSORS}, Tensor? row_weight, {HOW}, bool p_needs, bool q_needs) -> (Tensor, Tensor, Tensor)")
 def paired_fwd_keep(*args):
     """The divergence [N], 0 where the row's weight is 0, and the gradients of `sum(row_weight * divergence)` for the
     logits of both sides, [N, V] in the dtype of the side ([0] for one that needs none).

@@ -50,18 +50,18 @@ def test_opcheck_inner(make_problem, dtype, needs):
     weight = problem.weight.t().contiguous().t()  # gradients keep its strides
     logits = torch.nn.functional.linear(x, weight, bias)
     log_prob, row_max, log_sum = inner.indexed_fwd(x, weight, bias, target, None, *how, 2)
-    torch.library.opcheck(inner.indexed_fwd, (x, weight, bias, target, None, *how, 2))
+    torch.library.opcheck(inner.indexed_fwd.operator, (x, weight, bias, target, None, *how, 2))
     torch.library.opcheck(
-        inner.indexed_fwd_grad,
+        inner.indexed_fwd_grad.operator,
         (x, weight, bias, target, problem.row_weight, None, *how, 2, "float32", *needs),
     )
     upstream = torch.randn_like(log_prob)
     for a, b in ((upstream, None), (None, upstream), (upstream, upstream)):
         torch.library.opcheck(
-            inner.indexed_bwd, (a, b, x, weight, bias, target, row_max, log_sum, *how, 2, "float32", *needs)
+            inner.indexed_bwd.operator, (a, b, x, weight, bias, target, row_max, log_sum, *how, 2, "float32", *needs)
         )
-        torch.library.opcheck(inner.given_bwd, (a, b, logits, target, row_max, log_sum, *how, 2))
-    torch.library.opcheck(inner.given_fwd, (logits, target, *how, 2))
+        torch.library.opcheck(inner.given_bwd.operator, (a, b, logits, target, row_max, log_sum, *how, 2))
+    torch.library.opcheck(inner.given_fwd.operator, (logits, target, *how, 2))
 
 
 class Record(TorchDispatchMode):

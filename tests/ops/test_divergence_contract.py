@@ -47,11 +47,13 @@ def test_opcheck_inner(dtypes, needs):
         if given[0] is None:
             pair.tensors[1] = pair.tensors[1].t().contiguous().t()  # gradients keep its strides
         arguments = (*pair.tensors, *pair.how(), 2)
-        torch.library.opcheck(inner.paired_fwd, (*arguments, needs))
+        torch.library.opcheck(inner.paired_fwd.operator, (*arguments, needs))
         d, statistics = inner.paired_fwd(*arguments, needs)
-        torch.library.opcheck(inner.paired_bwd, (torch.randn_like(d), statistics, *arguments, "float32", needs))
+        torch.library.opcheck(
+            inner.paired_bwd.operator, (torch.randn_like(d), statistics, *arguments, "float32", needs)
+        )
         weighted = (*pair.tensors, pair.row_weight, *pair.how(), 2, "float32", needs)
-        torch.library.opcheck(inner.paired_fwd_grad, weighted)
+        torch.library.opcheck(inner.paired_fwd_grad.operator, weighted)
 
 
 class Record(TorchDispatchMode):

@@ -3,7 +3,7 @@
 The row-kernel interface, shared with `kernels.triton.paired`. Every function works on one chunk of two sides: student
 p and teacher q, whose values [C, V] may have any float dtypes and strides, a `Divergence` and its parameter k. Per-row
 values are contiguous [C] in float32 (float64 where a side is float64); `statistics` is [6, C]: row maximum and
-`log(sum(exp(z - maximum)))` of p, the same of q, and sum(phi1) / sum(p) and sum(phi2) / sum(q) over the row, centred,
+`sum(exp(z - maximum))` of p, the same of q, and sum(phi1) / sum(p) and sum(phi2) / sum(q) over the row, centred,
 for a side that is given as logits and is `needed`; it may be strided in its first dim.
 
 `p_out` and `q_out` [C, V] receive the gradient with respect to a side's values, or are None. Each may share its memory
@@ -91,12 +91,12 @@ def _logits(side: Side, dtype: torch.dtype) -> Tensor:
 
 
 def _first_read(side: Side, rows: Tensor) -> _Read:
-    """`_read`, when the row maximum and log_sum have been written to `rows`."""
+    """`_read`, when the row maximum and the sum of exponentials have been written to `rows`."""
     if side.form == "logits":
         z = _logits(side, rows.dtype)
         top = z.amax(1)
         rows[0] = top.masked_fill_(top == _MINUS_INF, 0.0)  # so that -inf - top stays -inf
-        torch.sum(z.sub_(top.unsqueeze(1)).exp_(), 1, out=rows[1]).log_()
+        torch.sum(z.sub_(top.unsqueeze(1)).exp_(), 1, out=rows[1])
     else:
         rows.zero_()
     return _read(side, rows)
@@ -106,8 +106,9 @@ def _read(side: Side, rows: Tensor) -> _Read:
     if side.form == "logits":
         z = _logits(side, rows.dtype)
         dz_du = slope(z, side.squash)
-        log_prob = z.sub_(rows[0].unsqueeze(1)).sub_(rows[1].unsqueeze(1))
-        return _Read(log_prob.exp(), log_prob, dz_du)
+        below, mass = z.sub_(rows[0].unsqueeze(1)), rows[1].unsqueeze(1)
+        prob = below.exp().div_(mass)  # closer than the exponential of log_prob, which has the logarithm's rounding
+        return _Read(prob, below.sub_(mass.log()), dz_du)
     values = side.values.to(rows.dtype)
     return _Read(values.exp(), values, 1.0) if side.form == "log_probs" else _Read(values, values.log(), 1.0)
 

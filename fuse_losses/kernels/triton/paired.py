@@ -45,10 +45,9 @@ def _statistics_tile(row, cols, vocab, top, total, FORM: tl.constexpr, SQUASH: t
 
 @triton.jit
 def _merged(top, total):
-    """(maximum, log(sum(exp(z - maximum)))) of the lanes' values; the maximum of a row of only -inf is 0."""
+    """(maximum, sum(exp(z - maximum))) of the lanes' values; the maximum of a row of only -inf is 0."""
     row_top = tl.max(top, 0)
-    log_sum = tl.log(tl.sum(total * tl.exp(top - row_top), 0))
-    return tl.where(row_top == _LOWEST, 0.0, row_top), log_sum
+    return tl.where(row_top == _LOWEST, 0.0, row_top), tl.sum(total * tl.exp(top - row_top), 0)
 
 
 @triton.jit
@@ -56,7 +55,7 @@ def _statistics(
     p, q, vocab,
     P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row maximum and log(sum(exp(z - maximum))) of p, then of q; of no meaning for a side that is no logits."""
+    """Row maximum and sum(exp(z - maximum)) of p, then of q; of no meaning for a side that is no logits."""
     cols = tl.arange(0, BLOCK)
     p_top = tl.full([BLOCK], _LOWEST, tl.float32)
     q_top = tl.full([BLOCK], _LOWEST, tl.float32)
@@ -69,18 +68,19 @@ def _statistics(
             q_top, q_total = _statistics_tile(q, start + cols, vocab, q_top, q_total, Q_FORM, Q_SQUASH, False)
         p_top, p_total = _statistics_tile(p, whole + cols, vocab, p_top, p_total, P_FORM, P_SQUASH, True)
         q_top, q_total = _statistics_tile(q, whole + cols, vocab, q_top, q_total, Q_FORM, Q_SQUASH, True)
-    p_max, p_log_sum = _merged(p_top, p_total)
-    q_max, q_log_sum = _merged(q_top, q_total)
-    return p_max, p_log_sum, q_max, q_log_sum
+    p_max, p_exp_sum = _merged(p_top, p_total)
+    q_max, q_exp_sum = _merged(q_top, q_total)
+    return p_max, p_exp_sum, q_max, q_exp_sum
 
 
 @triton.jit
-def _load(row, cols, vocab, top, log_sum, FORM: tl.constexpr, SQUASH: tl.constexpr, MASKED: tl.constexpr):
+def _load(row, cols, vocab, top, mass, FORM: tl.constexpr, SQUASH: tl.constexpr, MASKED: tl.constexpr):
     """(probability, its logarithm, logit) of a tile; 0 and -inf beyond the row's end."""
     if FORM == "logits":
         z = load_logits(row.ptr, cols, vocab, row.col_stride, row.inner, row.outer, SQUASH, MASKED)
-        log_prob = (z - top) - log_sum
-        prob = tl.exp(log_prob)
+        below = z - top
+        log_prob = below - tl.log(mass)
+        prob = tl.exp(below) * (1.0 / mass)  # closer than exp(log_prob), which has the rounding of the logarithm
     else:
         ptrs = row.ptr + cols.to(tl.int64) * row.col_stride
         if MASKED:
@@ -100,14 +100,14 @@ def _load(row, cols, vocab, top, log_sum, FORM: tl.constexpr, SQUASH: tl.constex
 
 @triton.jit
 def _sums_tile(
-    p, q, cols, vocab, p_top, p_log_sum, q_top, q_log_sum, d, p_sum, p_mass, q_sum, q_mass, K: tl.constexpr,
+    p, q, cols, vocab, p_top, p_exp_sum, q_top, q_exp_sum, d, p_sum, p_mass, q_sum, q_mass, K: tl.constexpr,
     P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr,
     PHI: tl.constexpr, PHI1: tl.constexpr, PHI2: tl.constexpr, P_SUM: tl.constexpr, Q_SUM: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile to the per-lane sums of phi, the centred phi1 and p, the centred phi2 and q."""
-    p_prob, lp, _ = _load(p, cols, vocab, p_top, p_log_sum, P_FORM, P_SQUASH, MASKED)
-    q_prob, lq, _ = _load(q, cols, vocab, q_top, q_log_sum, Q_FORM, Q_SQUASH, MASKED)
+    p_prob, lp, _ = _load(p, cols, vocab, p_top, p_exp_sum, P_FORM, P_SQUASH, MASKED)
+    q_prob, lq, _ = _load(q, cols, vocab, q_top, q_exp_sum, Q_FORM, Q_SQUASH, MASKED)
     inside = cols < vocab if MASKED else True
     d += tl.where(inside, PHI(p_prob, q_prob, lp, lq, K), 0.0)
     if P_SUM:
@@ -121,7 +121,7 @@ def _sums_tile(
 
 @triton.jit
 def _sums(
-    p, q, vocab, p_top, p_log_sum, q_top, q_log_sum, K: tl.constexpr,
+    p, q, vocab, p_top, p_exp_sum, q_top, q_exp_sum, K: tl.constexpr,
     P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr,
     PHI: tl.constexpr, PHI1: tl.constexpr, PHI2: tl.constexpr, P_SUM: tl.constexpr, Q_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,11 +136,11 @@ def _sums(
     whole = vocab // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         d, p_sum, p_mass, q_sum, q_mass = _sums_tile(
-            p, q, start + cols, vocab, p_top, p_log_sum, q_top, q_log_sum, d, p_sum, p_mass, q_sum, q_mass, K,
+            p, q, start + cols, vocab, p_top, p_exp_sum, q_top, q_exp_sum, d, p_sum, p_mass, q_sum, q_mass, K,
             P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, PHI, PHI1, PHI2, P_SUM, Q_SUM, False,
         )  # fmt: skip
     d, p_sum, p_mass, q_sum, q_mass = _sums_tile(
-        p, q, whole + cols, vocab, p_top, p_log_sum, q_top, q_log_sum, d, p_sum, p_mass, q_sum, q_mass, K,
+        p, q, whole + cols, vocab, p_top, p_exp_sum, q_top, q_exp_sum, d, p_sum, p_mass, q_sum, q_mass, K,
         P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, PHI, PHI1, PHI2, P_SUM, Q_SUM, True,
     )  # fmt: skip
     p_mean = tl.sum(p_sum, 0) / tl.sum(p_mass, 0) if P_SUM else 0.0
@@ -175,7 +175,7 @@ def _gradient(
 
 @triton.jit
 def _gradients_tile(
-    p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, cols, vocab, p_top, p_log_sum, q_top, q_log_sum,
+    p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, cols, vocab, p_top, p_exp_sum, q_top, q_exp_sum,
     p_mean, q_mean, weight, K: tl.constexpr,
     P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, P_DZ_DU: tl.constexpr,
     Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
@@ -183,8 +183,8 @@ def _gradients_tile(
     A1: tl.constexpr, A2: tl.constexpr,
     P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    p_prob, lp, p_z = _load(p, cols, vocab, p_top, p_log_sum, P_FORM, P_SQUASH, MASKED)
-    q_prob, lq, q_z = _load(q, cols, vocab, q_top, q_log_sum, Q_FORM, Q_SQUASH, MASKED)
+    p_prob, lp, p_z = _load(p, cols, vocab, p_top, p_exp_sum, P_FORM, P_SQUASH, MASKED)
+    q_prob, lq, q_z = _load(q, cols, vocab, q_top, q_exp_sum, Q_FORM, Q_SQUASH, MASKED)
     if SHARED:
         # a gradient that is narrower than the values it is written over reaches those of other threads, all of
         # which have now read this tile; tiles to come lie behind it
@@ -203,7 +203,7 @@ def _gradients_tile(
 
 @triton.jit
 def _gradients(
-    p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, vocab, p_top, p_log_sum, q_top, q_log_sum,
+    p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, vocab, p_top, p_exp_sum, q_top, q_exp_sum,
     p_mean, q_mean, weight, K: tl.constexpr,
     P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, P_DZ_DU: tl.constexpr,
     Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
@@ -215,13 +215,13 @@ def _gradients(
     whole = vocab // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         _gradients_tile(
-            p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, start + cols, vocab, p_top, p_log_sum,
-            q_top, q_log_sum, p_mean, q_mean, weight, K, P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU,
+            p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, start + cols, vocab, p_top, p_exp_sum,
+            q_top, q_exp_sum, p_mean, q_mean, weight, K, P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU,
             PHI1, SLOPE1, PHI2, SLOPE2, A1, A2, P_OUT, Q_OUT, SHARED, False,
         )  # fmt: skip
     _gradients_tile(
-        p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, whole + cols, vocab, p_top, p_log_sum,
-        q_top, q_log_sum, p_mean, q_mean, weight, K, P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU,
+        p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, whole + cols, vocab, p_top, p_exp_sum,
+        q_top, q_exp_sum, p_mean, q_mean, weight, K, P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU,
         PHI1, SLOPE1, PHI2, SLOPE2, A1, A2, P_OUT, Q_OUT, SHARED, True,
     )  # fmt: skip
 
@@ -251,17 +251,17 @@ def paired_fwd_kernel(
     row = tl.program_id(0).to(tl.int64)  # row * row_stride passes 2^31
     p = Row(p_ptr + row * p_row_stride, p_col_stride, p_inner, p_outer)
     q = Row(q_ptr + row * q_row_stride, q_col_stride, q_inner, q_outer)
-    p_top, p_log_sum, q_top, q_log_sum = _statistics(p, q, vocab, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, BLOCK)
+    p_top, p_exp_sum, q_top, q_exp_sum = _statistics(p, q, vocab, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, BLOCK)
     d, p_mean, q_mean = _sums(
-        p, q, vocab, p_top, p_log_sum, q_top, q_log_sum, K, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH,
+        p, q, vocab, p_top, p_exp_sum, q_top, q_exp_sum, K, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH,
         PHI, PHI1, PHI2, P_SUM, Q_SUM, BLOCK,
     )  # fmt: skip
     tl.store(d_ptr + row, d)
     statistics_ptr += row
     tl.store(statistics_ptr, p_top)
-    tl.store(statistics_ptr + statistics_stride, p_log_sum)
+    tl.store(statistics_ptr + statistics_stride, p_exp_sum)
     tl.store(statistics_ptr + 2 * statistics_stride, q_top)
-    tl.store(statistics_ptr + 3 * statistics_stride, q_log_sum)
+    tl.store(statistics_ptr + 3 * statistics_stride, q_exp_sum)
     tl.store(statistics_ptr + 4 * statistics_stride, p_mean)
     tl.store(statistics_ptr + 5 * statistics_stride, q_mean)
 
@@ -318,16 +318,16 @@ def paired_fwd_bwd_kernel(
     else:
         p = Row(p_ptr + row * p_row_stride, p_col_stride, p_inner, p_outer)
         q = Row(q_ptr + row * q_row_stride, q_col_stride, q_inner, q_outer)
-        p_top, p_log_sum, q_top, q_log_sum = _statistics(p, q, vocab, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, BLOCK)
+        p_top, p_exp_sum, q_top, q_exp_sum = _statistics(p, q, vocab, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, BLOCK)
         d, p_mean, q_mean = _sums(
-            p, q, vocab, p_top, p_log_sum, q_top, q_log_sum, K, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH,
+            p, q, vocab, p_top, p_exp_sum, q_top, q_exp_sum, K, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH,
             PHI, PHI1, PHI2, P_OUT and P_FORM == "logits", Q_OUT and Q_FORM == "logits", BLOCK,
         )  # fmt: skip
         tl.store(d_ptr + row, d)
         tl.debug_barrier()  # every thread has read the row
         _gradients(
             p, q, p_out_ptr, p_out_col_stride, q_out_ptr, q_out_col_stride, vocab,
-            p_top, p_log_sum, q_top, q_log_sum, p_mean, q_mean, weight, K,
+            p_top, p_exp_sum, q_top, q_exp_sum, p_mean, q_mean, weight, K,
             P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU, PHI1, SLOPE1, PHI2, SLOPE2, A1, A2,
             P_OUT, Q_OUT, SHARED, BLOCK,
         )  # fmt: skip

@@ -28,7 +28,7 @@ def where(condition, x, y):
 @triton.jit
 def expm1(x):
     # Taylor where exp(x) - 1 cancels; the first term left out is 0.5^9 / 9!, relative 1e-8
-    tail = (((x / 40320 + 1 / 5040) * x + 1 / 720) * x + 1 / 120) * x + 1 / 24
+    tail = (((x * (1 / 40320) + 1 / 5040) * x + 1 / 720) * x + 1 / 120) * x + 1 / 24
     near = ((tail * x + 1 / 6) * x + 1 / 2) * x * x + x
     return tl.where(tl.abs(x) < 0.5, near, tl.exp(x) - 1.0)
 
@@ -39,6 +39,6 @@ def log1p(x):
     # -0.5 the sum 1 + x is exact.
     s = x / (2.0 + x)
     t = s * s
-    tail = (((t / 15 + 1 / 13) * t + 1 / 11) * t + 1 / 9) * t + 1 / 7
+    tail = (((t * (1 / 15) + 1 / 13) * t + 1 / 11) * t + 1 / 9) * t + 1 / 7
     near = 2.0 * s + 2.0 * s * t * ((tail * t + 1 / 5) * t + 1 / 3)
     return tl.where(tl.abs(x) <= 0.5, near, tl.log(1.0 + x))
