@@ -10,8 +10,12 @@ FORMS = ("logits", "log_probs", "probs")
 
 
 class Side(NamedTuple):
-    """Rows [C, V] in one of `FORMS`: raw products that `squash` turns into logits, or the distribution itself."""
+    """Rows [C, V] in one of `FORMS`: raw products that `squash` turns into logits, or the distribution itself.
+
+    scratch: a float32 chunk that is the loop's own, and that a kernel which makes gradients may overwrite.
+    """
 
     values: Tensor
     form: str
     squash: Squash
+    scratch: bool = False

@@ -98,7 +98,7 @@ class _Rows:
         mm_into(out, self.tensor[part], self.weight.t())
         if self.bias is not None:
             out += self.bias
-        return Side(out, self._form, self._squash)
+        return Side(out, self._form, self._squash, scratch=out.dtype == torch.float32)
 
     def gradient_of(self, part: slice) -> Tensor | None:
         """Where the gradient with respect to the values of `read(part)` goes: over them if they are products."""

@@ -103,7 +103,7 @@ def _sums_tile(
     p, q, cols, vocab, p_top, p_exp_sum, q_top, q_exp_sum, d, p_sum, p_mass, q_sum, q_mass, K: tl.constexpr,
     P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr,
     PHI: tl.constexpr, PHI1: tl.constexpr, PHI2: tl.constexpr, P_SUM: tl.constexpr, Q_SUM: tl.constexpr,
-    MASKED: tl.constexpr,
+    REUSE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile to the per-lane sums of phi, the centred phi1 and p, the centred phi2 and q."""
     p_prob, lp, _ = _load(p, cols, vocab, p_top, p_exp_sum, P_FORM, P_SQUASH, MASKED)
@@ -111,7 +111,10 @@ def _sums_tile(
     inside = cols < vocab if MASKED else True
     d += tl.where(inside, PHI(p_prob, q_prob, lp, lq, K), 0.0)
     if P_SUM:
-        p_sum += tl.where(inside, PHI1(p_prob, q_prob, lp, lq, K, 1.0), 0.0)
+        g = PHI1(p_prob, q_prob, lp, lq, K, 1.0)
+        p_sum += tl.where(inside, g, 0.0)
+        if REUSE:  # nobody reads this tile of q again: each thread leaves there what it has made of its own elements
+            _store(q.ptr, cols, vocab, q.col_stride, g, MASKED)
         p_mass += p_prob
     if Q_SUM:
         q_sum += tl.where(inside, PHI2(p_prob, q_prob, lp, lq, K, 1.0), 0.0)
@@ -124,7 +127,7 @@ def _sums(
     p, q, vocab, p_top, p_exp_sum, q_top, q_exp_sum, K: tl.constexpr,
     P_FORM: tl.constexpr, P_SQUASH: tl.constexpr, Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr,
     PHI: tl.constexpr, PHI1: tl.constexpr, PHI2: tl.constexpr, P_SUM: tl.constexpr, Q_SUM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    REUSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Over the row, sum(phi), sum(phi1) / sum(p) and sum(phi2) / sum(q), centred; only the first, unless asked for."""
     cols = tl.arange(0, BLOCK)
@@ -137,11 +140,11 @@ def _sums(
     for start in range(0, whole, BLOCK):
         d, p_sum, p_mass, q_sum, q_mass = _sums_tile(
             p, q, start + cols, vocab, p_top, p_exp_sum, q_top, q_exp_sum, d, p_sum, p_mass, q_sum, q_mass, K,
-            P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, PHI, PHI1, PHI2, P_SUM, Q_SUM, False,
+            P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, PHI, PHI1, PHI2, P_SUM, Q_SUM, REUSE, False,
         )  # fmt: skip
     d, p_sum, p_mass, q_sum, q_mass = _sums_tile(
         p, q, whole + cols, vocab, p_top, p_exp_sum, q_top, q_exp_sum, d, p_sum, p_mass, q_sum, q_mass, K,
-        P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, PHI, PHI1, PHI2, P_SUM, Q_SUM, True,
+        P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, PHI, PHI1, PHI2, P_SUM, Q_SUM, REUSE, True,
     )  # fmt: skip
     p_mean = tl.sum(p_sum, 0) / tl.sum(p_mass, 0) if P_SUM else 0.0
     q_mean = tl.sum(q_sum, 0) / tl.sum(q_mass, 0) if Q_SUM else 0.0
@@ -181,15 +184,19 @@ def _gradients_tile(
     Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
     PHI1: tl.constexpr, SLOPE1: tl.constexpr, PHI2: tl.constexpr, SLOPE2: tl.constexpr,
     A1: tl.constexpr, A2: tl.constexpr,
-    P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
+    P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, REUSE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     p_prob, lp, p_z = _load(p, cols, vocab, p_top, p_exp_sum, P_FORM, P_SQUASH, MASKED)
-    q_prob, lq, q_z = _load(q, cols, vocab, q_top, q_exp_sum, Q_FORM, Q_SQUASH, MASKED)
+    q_prob, lq, q_z = _load(q, cols, vocab, q_top, q_exp_sum, "probs" if REUSE else Q_FORM, Q_SQUASH, MASKED)
     if SHARED:
         # a gradient that is narrower than the values it is written over reaches those of other threads, all of
         # which have now read this tile; tiles to come lie behind it
         tl.debug_barrier()
-    if P_OUT:
+    if REUSE:
+        g = q_prob  # q's memory holds the centred phi1, read as if it were a probability
+        grad = weight * A1 * (g - p_prob * p_mean) * P_DZ_DU(p_z, p.inner, p.outer)
+        _store(p_out_ptr, cols, vocab, p_out_stride, grad, MASKED)
+    elif P_OUT:
         grad = _gradient(
             p_prob, q_prob, lp, lq, p_prob, p_z, p_mean, weight * A1, p, K, P_FORM, P_DZ_DU, PHI1, SLOPE1,
         )  # fmt: skip
@@ -209,7 +216,7 @@ def _gradients(
     Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
     PHI1: tl.constexpr, SLOPE1: tl.constexpr, PHI2: tl.constexpr, SLOPE2: tl.constexpr,
     A1: tl.constexpr, A2: tl.constexpr,
-    P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, REUSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, BLOCK)
     whole = vocab // BLOCK * BLOCK
@@ -217,12 +224,12 @@ def _gradients(
         _gradients_tile(
             p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, start + cols, vocab, p_top, p_exp_sum,
             q_top, q_exp_sum, p_mean, q_mean, weight, K, P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU,
-            PHI1, SLOPE1, PHI2, SLOPE2, A1, A2, P_OUT, Q_OUT, SHARED, False,
+            PHI1, SLOPE1, PHI2, SLOPE2, A1, A2, P_OUT, Q_OUT, SHARED, REUSE, False,
         )  # fmt: skip
     _gradients_tile(
         p, q, p_out_ptr, p_out_stride, q_out_ptr, q_out_stride, whole + cols, vocab, p_top, p_exp_sum,
         q_top, q_exp_sum, p_mean, q_mean, weight, K, P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU,
-        PHI1, SLOPE1, PHI2, SLOPE2, A1, A2, P_OUT, Q_OUT, SHARED, True,
+        PHI1, SLOPE1, PHI2, SLOPE2, A1, A2, P_OUT, Q_OUT, SHARED, REUSE, True,
     )  # fmt: skip
 
 
@@ -254,7 +261,7 @@ def paired_fwd_kernel(
     p_top, p_exp_sum, q_top, q_exp_sum = _statistics(p, q, vocab, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, BLOCK)
     d, p_mean, q_mean = _sums(
         p, q, vocab, p_top, p_exp_sum, q_top, q_exp_sum, K, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH,
-        PHI, PHI1, PHI2, P_SUM, Q_SUM, BLOCK,
+        PHI, PHI1, PHI2, P_SUM, Q_SUM, False, BLOCK,
     )  # fmt: skip
     tl.store(d_ptr + row, d)
     statistics_ptr += row
@@ -293,7 +300,7 @@ def paired_bwd_kernel(
             tl.load(of_row + 3 * statistics_stride), tl.load(of_row + 4 * statistics_stride),
             tl.load(of_row + 5 * statistics_stride), weight, K,
             P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU, PHI1, SLOPE1, PHI2, SLOPE2, A1, A2,
-            P_OUT, Q_OUT, SHARED, BLOCK,
+            P_OUT, Q_OUT, SHARED, False, BLOCK,
         )  # fmt: skip
 
 
@@ -306,7 +313,7 @@ def paired_fwd_bwd_kernel(
     Q_FORM: tl.constexpr, Q_SQUASH: tl.constexpr, Q_DZ_DU: tl.constexpr,
     PHI: tl.constexpr, PHI1: tl.constexpr, SLOPE1: tl.constexpr, PHI2: tl.constexpr, SLOPE2: tl.constexpr,
     A1: tl.constexpr, A2: tl.constexpr,
-    P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    P_OUT: tl.constexpr, Q_OUT: tl.constexpr, SHARED: tl.constexpr, REUSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     p_out_ptr += row * p_out_row_stride
@@ -321,7 +328,7 @@ def paired_fwd_bwd_kernel(
         p_top, p_exp_sum, q_top, q_exp_sum = _statistics(p, q, vocab, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH, BLOCK)
         d, p_mean, q_mean = _sums(
             p, q, vocab, p_top, p_exp_sum, q_top, q_exp_sum, K, P_FORM, P_SQUASH, Q_FORM, Q_SQUASH,
-            PHI, PHI1, PHI2, P_OUT and P_FORM == "logits", Q_OUT and Q_FORM == "logits", BLOCK,
+            PHI, PHI1, PHI2, P_OUT and P_FORM == "logits", Q_OUT and Q_FORM == "logits", REUSE, BLOCK,
         )  # fmt: skip
         tl.store(d_ptr + row, d)
         tl.debug_barrier()  # every thread has read the row
@@ -329,7 +336,7 @@ def paired_fwd_bwd_kernel(
             p, q, p_out_ptr, p_out_col_stride, q_out_ptr, q_out_col_stride, vocab,
             p_top, p_exp_sum, q_top, q_exp_sum, p_mean, q_mean, weight, K,
             P_FORM, P_SQUASH, P_DZ_DU, Q_FORM, Q_SQUASH, Q_DZ_DU, PHI1, SLOPE1, PHI2, SLOPE2, A1, A2,
-            P_OUT, Q_OUT, SHARED, BLOCK,
+            P_OUT, Q_OUT, SHARED, REUSE, BLOCK,
         )  # fmt: skip
 
 
@@ -376,17 +383,22 @@ def paired_fwd_bwd(
     q_out: Tensor | None,
 ) -> None:
     """Write the divergence `d` (0 where `weight` is 0) and `weight` times its gradients in one visit."""
+    # a frozen teacher's products are nobody's once the sums are known, and the student's phi1 need not be found again
+    reuse = q.scratch and q_out is None and p_out is not None and p.form == "logits"
     with torch.cuda.device_of(p.values):
         paired_fwd_bwd_kernel[(p.values.shape[0],)](
             weight_ptr=weight, d_ptr=d, PHI=jitted(divergence.phi),
             **_read("p", p), **_read("q", q), **_written("p", p, p_out), **_written("q", q, q_out),
-            **_derivatives(divergence, k), SHARED=_shared(p, p_out) or _shared(q, q_out), **_shape(p.values), K=k,
+            **_derivatives(divergence, k), SHARED=_shared(p, p_out) or _shared(q, q_out), REUSE=reuse,
+            **_shape(p.values), K=k,
         )  # fmt: skip
 
 
 def _shape(values: Tensor) -> dict[str, Any]:
     block = min(block_size(values.shape[1]), _LARGEST_BLOCK)
-    return {"vocab": values.shape[1], "BLOCK": block, "num_warps": num_warps(block, values.device, _PER_LANE)}
+    warps = num_warps(block, values.device, _PER_LANE)
+    # equal sides must have equal bits, whichever of the two the compiler would merge a product with a sum in
+    return {"vocab": values.shape[1], "BLOCK": block, "num_warps": warps, "enable_fp_fusion": False}
 
 
 def _read(name: str, side: Side) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""The scalar language of `losses.scalar` on float32 tiles. Accurate without libdevice, which the interpreter lacks."""
+"""The scalar language of `losses.scalar` on float32 tiles. Accurate without libdevice, which the interpreter lacks.
+
+The compiler merges no product with a sum in these kernels (it would on one side and not on the other, and equal sides
+would differ): where that is wanted, it says `fma`.
+"""
 
 import triton
 import triton.language as tl
@@ -28,8 +32,8 @@ def where(condition, x, y):
 @triton.jit
 def expm1(x):
     # Taylor where exp(x) - 1 cancels; the first term left out is 0.5^9 / 9!, relative 1e-8
-    tail = (((x * (1 / 40320) + 1 / 5040) * x + 1 / 720) * x + 1 / 120) * x + 1 / 24
-    near = ((tail * x + 1 / 6) * x + 1 / 2) * x * x + x
+    tail = tl.fma(tl.fma(tl.fma(x, 1 / 40320, 1 / 5040), x, 1 / 720), x, 1 / 120)
+    near = tl.fma(tl.fma(tl.fma(tl.fma(tail, x, 1 / 24), x, 1 / 6), x, 1 / 2), x * x, x)
     return tl.where(tl.abs(x) < 0.5, near, tl.exp(x) - 1.0)
 
 
@@ -39,6 +43,7 @@ def log1p(x):
     # -0.5 the sum 1 + x is exact.
     s = x / (2.0 + x)
     t = s * s
-    tail = (((t * (1 / 15) + 1 / 13) * t + 1 / 11) * t + 1 / 9) * t + 1 / 7
-    near = 2.0 * s + 2.0 * s * t * ((tail * t + 1 / 5) * t + 1 / 3)
+    tail = tl.fma(tl.fma(tl.fma(t, 1 / 15, 1 / 13), t, 1 / 11), t, 1 / 9)
+    tail = tl.fma(tl.fma(tl.fma(tail, t, 1 / 7), t, 1 / 5), t, 1 / 3)
+    near = 2.0 * tl.fma(s * t, tail, s)
     return tl.where(tl.abs(x) <= 0.5, near, tl.log(1.0 + x))
