@@ -140,7 +140,7 @@ def values_dtype(p: Tensor, q: Tensor) -> torch.dtype:
 class _Loop:
     """Both sides, cut into the same chunks."""
 
-    def __init__(self, tensors: tuple[Tensor | None, ...], how: How) -> None:
+    def __init__(self, tensors: tuple[Tensor | None, ...], how: How, few: bool = False) -> None:
         p, p_weight, p_bias, q, q_weight, q_bias = tensors
         assert p is not None and q is not None
         self.p = _Rows(p, p_weight, p_bias, how.p_form, Squash(how.p_squash, how.p_inner, how.p_outer))
@@ -150,7 +150,9 @@ class _Loop:
         self.divergence, self.k = page(how.name, how.masked), how.parameter
         self.kernels = paired_kernels(self.p.values_dtype, self.q.values_dtype, p.device)
         row_bytes = self.p.row_bytes + self.q.row_bytes
-        if row_bytes or self.kernels.TEMPORARIES:
+        if few:  # their logits are smaller than the weight's gradient, and are gone before it is made
+            self.chunk_rows = how.chunk_rows
+        elif row_bytes or self.kernels.TEMPORARIES:
             sides = (self.p.row_bytes > 0) + (self.q.row_bytes > 0)
             self.chunk_rows = rows_per_chunk(self.rows, how.chunk_rows, row_bytes, max(1, sides))
         else:  # all at once: nothing of [C, V] is allocated
@@ -264,11 +266,11 @@ def _(*args):
 @inner_operator(f"({TENSORS}, Tensor? row_weight, {HOW}, bool p_needs, bool q_needs) -> (Tensor, Tensor, Tensor)")
 def paired_fwd_keep(*args):
     """The divergence [N], 0 where the row's weight is 0, and the gradients of `sum(row_weight * divergence)` for the
-    logits of both sides, [N, V] in the dtype of the side ([0] for one that needs none).
+    logits of both sides, [N, V] in the dtype of the side ([0] for one that needs none). For few rows.
     """
     tensors, row_weight, how, needs = args[:6], args[6], How(*args[7:-2]), args[-2:]
     with _no_autocast(args[0]):
-        loop = _Loop(tensors, how)
+        loop = _Loop(tensors, how, few=True)
         sides = zip((loop.p, loop.q), needs, strict=True)
         kept = [side.keep_gradients() if need else side.tensor.new_empty(0) for side, need in sides]
         d = args[0].new_empty(loop.rows, dtype=loop.dtype)
