@@ -91,11 +91,12 @@ class _FewRows(torch.autograd.Function):
             # a row without weight has no gradient, even if the upstream one is inf or NaN
             taken = None if row_weight is None else row_weight != 0
             by_row = grad if taken is None else torch.where(taken, grad, 0.0).unsqueeze(1)
+            whole = grad if taken is None else torch.where(taken.any(), grad, 0.0)
             with torch.autocast(grad.device.type, enabled=False):
                 grads += [
                     ((du @ weight) * by_row).to(x.dtype) if need_x else None,
                     du.t() @ (x * by_row).to(x.dtype) if need_weight else None,
-                    (du.sum(0, dtype=grad.dtype) * grad).to(x.dtype) if need_bias else None,
+                    (du.sum(0, dtype=grad.dtype) * whole).to(x.dtype) if need_bias else None,
                 ]
         return *grads, None, None, None
 
@@ -109,7 +110,7 @@ def _are_few(side: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> bool:
     if x is None or not any(needs):
         return True
     known = isinstance(x.shape[0], int) and isinstance(x.shape[1], int)
-    return weight is not None and known and FEW * x.shape[0] <= x.shape[1] and x.dtype != torch.float16
+    return weight is not None and known and 0 < FEW * x.shape[0] <= x.shape[1] and x.dtype != torch.float16
 
 
 def divergence_sum(p, p_weight, p_bias, q, q_weight, q_bias, row_weight, *arguments):
