@@ -42,7 +42,9 @@ NORMALISERS = LOG_NORMALISERS | {F.softmax, torch.softmax, "softmax"}
 # Losses between distributions that may be given as they are; what is only a distance may be no loss of classes at all.
 DIVERGENCES = {F.kl_div, torch.kl_div}
 DISTANCES = {torch.abs, "abs", F.l1_loss, torch.norm, torch.functional.norm, "norm", torch.linalg.vector_norm}
-LOSSES_OF_LOGITS = HARD_LOSSES | LOG_NORMALISERS | DIVERGENCES | DISTANCES  # all but a softmax, which anything may take
+EXP, SUM = {torch.exp, "exp"}, {torch.sum, "sum"}
+# all but a softmax, which anything may take
+LOSSES_OF_LOGITS = HARD_LOSSES | LOG_NORMALISERS | DIVERGENCES | DISTANCES | SUM
 # What stands between distributions that are given and their divergence.
 ELEMENTWISE = {
     *(getattr(torch, n) for n in ("exp", "log", "add", "sub", "mul", "div", "lerp", "where", "clamp", "clip", "neg")),
@@ -53,7 +55,6 @@ ELEMENTWISE = {
 }
 # Losses that need no normaliser, and what a normaliser written by hand is made of: found behind a wide product only.
 WIDE_LOSSES = {F.multi_margin_loss, F.binary_cross_entropy_with_logits}
-EXP, SUM = {torch.exp, "exp"}, {torch.sum, "sum"}
 # Walking back from a loss never crosses these: what is behind them is the body of the model.
 BODY = {F.embedding, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention, F.group_norm}
 

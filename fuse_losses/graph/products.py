@@ -174,7 +174,7 @@ def find_anchors(graph: fx.Graph) -> list[Anchor]:
     teachers: list[Anchor] = []
     for loss in graph.nodes:
         hard, quiet = calls.is_call(loss, calls.HARD_LOSSES), False
-        if calls.is_call(loss, calls.DIVERGENCES | calls.DISTANCES):
+        if calls.is_call(loss, calls.DIVERGENCES | calls.DISTANCES | calls.SUM):
             products = _distributions_given_to(loss)
             quiet = not calls.is_call(loss, calls.DIVERGENCES)
         elif hard or calls.is_call(loss, calls.NORMALISERS):
@@ -251,8 +251,12 @@ def _given_to(loss: fx.Node) -> Iterator[Product]:
 
 
 def _distributions_given_to(loss: fx.Node) -> list[Product]:
-    """Inputs of the graph that a divergence compares as they are, two at least, with elementwise steps in between."""
+    """Inputs of the graph that a divergence compares as they are, two at least, with elementwise steps in between.
+
+    A sum is one only of exponentials: it is the end of much else.
+    """
     found: list[fx.Node] = []
+    exponential = not calls.is_call(loss, calls.SUM)
     stack, seen = list(loss.all_input_nodes), set(loss.all_input_nodes)
     while stack and len(seen) < MAX_WALK:
         node = stack.pop()
@@ -262,10 +266,13 @@ def _distributions_given_to(loss: fx.Node) -> list[Product]:
             continue
         if is_tensor(node) and not calls.is_call(node, calls.ELEMENTWISE | calls.NORMALISERS):
             return []
+        exponential |= calls.is_call(node, calls.EXP)
         for parent in node.all_input_nodes:
             if parent not in seen:
                 seen.add(parent)
                 stack.append(parent)
+    if not exponential:
+        return []
     whole = [n for n in found if same(tuple(value(n).shape), tuple(value(found[0]).shape))]
     last = value(found[0]).dim() - 1 if found else 0
     return [Product(n, n, None, vocab_dim=last, hidden_dim=last) for n in whole] if len(whole) > 1 else []

@@ -131,6 +131,21 @@ def test_gradients_over_the_values(kernels, dtype):
         assert torch.equal(d, expected[0]) and torch.equal(alone, expected[1])
 
 
+@pytest.mark.parametrize("name, k", CASES)
+def test_a_frozen_side_that_may_be_overwritten(kernels, name, k):
+    """Values and gradients are the same to the last bit whether or not a kernel uses the teacher's memory."""
+    p, q = make_side(4200, "logits", CAPPED), make_side(4200, "logits", SCALED)
+    weight, results = weights(), []
+    for scratch in (False, True):
+        teacher = q._replace(values=q.values.clone(), scratch=scratch)
+        d, out = unwritten(ROWS), unwritten(ROWS, 4200)
+        kernels.paired_fwd_bwd(p, teacher, DIVERGENCES[name], k, weight, d, out, None)
+        results.append((d, out))
+        assert scratch or torch.equal(teacher.values, q.values)
+    for plain, reused in zip(*results, strict=True):
+        assert torch.equal(plain, reused)
+
+
 @pytest.mark.parametrize("form", ["logits", "log_probs", "probs"])
 @pytest.mark.parametrize("name, k", [case for case in CASES if case[0] != "soft_cross_entropy"])
 def test_equal_sides_give_exact_zeros(kernels, name, k, form):

@@ -223,7 +223,6 @@ def test_divergences_of_given_distributions_are_right(name: str) -> None:
     as_eager(DIVERGENCES[name], arguments(DIVERGENCES[name]))
 
 
-@pytest.mark.xfail(strict=False, reason="given distributions")
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_divergences_of_given_distributions_are_fused(name: str) -> None:
     capture = Capture()
