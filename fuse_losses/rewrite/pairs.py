@@ -190,7 +190,11 @@ class _Reader:
         first, *rest = cast("list[Any]", list(node.args))
         other = rest[0] if rest else None
         if node.target in SAME and isinstance(first, fx.Node):
-            return inside(first)
+            dtype = node.kwargs.get("dtype")
+            whole = (
+                isinstance(dtype, torch.dtype) and not dtype.is_floating_point
+            )  # cuts off the rest
+            return None if whole else inside(first)
         if node.target is aten.neg.default:
             return _times(inside(first), -1.0)
         if node.target in (aten.mul.Tensor, aten.mul.Scalar):

@@ -272,6 +272,12 @@ def partly_detached(x, w, y, wt):
     return (student.softmax(-1).detach() * ratio * ratio.detach().exp()).sum(-1)
 
 
+def of_whole_numbers(x, w, q):
+    """Not linear: the part behind the point is cut off before the sum is doubled."""
+    divergence = (q * (q.log() - F.linear(x, w).log_softmax(-1))).sum(-1)
+    return divergence.int() * 2, divergence
+
+
 def other_at_ties(x, w, q):
     p = F.linear(x, w).softmax(-1)
     return torch.where(p >= q, p - q, q - p).sum(-1)
@@ -284,6 +290,12 @@ def test_what_is_nearly_a_divergence_goes_by_rows(fn) -> None:
     assert capture.codes == []
     assert "chunked_rows" in operators(capture.after[0])
     assert not divergences(capture.after[0])
+
+
+def test_whole_numbers_of_a_divergence() -> None:
+    capture = Capture(chunk_rows=5)
+    assert_as_eager(capture.compile(of_whole_numbers, fullgraph=True), of_whole_numbers, arguments(of_whole_numbers))
+    assert capture.codes == []
 
 
 def test_given_values_need_not_be_probabilities() -> None:
