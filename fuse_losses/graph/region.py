@@ -57,7 +57,7 @@ def find_regions(tail: Tail, analysis: RowAnalysis) -> list[Region]:
         found = set().union(*(origin.get(a, set()) for a in node.all_input_nodes))
         if not found:
             continue
-        if _alive(tail, analysis, node):
+        if _alive(tail, analysis, node) or _only_asks(tail, analysis, node):
             origin[node] = found
         else:
             reached[node] = found
@@ -69,6 +69,11 @@ def find_regions(tail: Tail, analysis: RowAnalysis) -> list[Region]:
 def _alive(tail: Tail, analysis: RowAnalysis, node: fx.Node) -> bool:
     found = analysis.values.get(tail.results[node]) if node in tail.results else None
     return isinstance(found, Lost) or (isinstance(found, Rowed) and found.wide) or _holds_alive(tail, analysis, node)
+
+
+def _only_asks(tail: Tail, analysis: RowAnalysis, node: fx.Node) -> bool:
+    """True if the node asks the logits for their dtype or shape alone (`teacher.type_as(student)`)."""
+    return node in tail.results and not analysis.depends(tail.results[node])
 
 
 def _holds_alive(tail: Tail, analysis: RowAnalysis, node: fx.Node) -> bool:

@@ -191,9 +191,7 @@ class _Reader:
         other = rest[0] if rest else None
         if node.target in SAME and isinstance(first, fx.Node):
             dtype = node.kwargs.get("dtype")
-            whole = (
-                isinstance(dtype, torch.dtype) and not dtype.is_floating_point
-            )  # cuts off the rest
+            whole = isinstance(dtype, torch.dtype) and not dtype.is_floating_point  # cuts off the rest
             return None if whole else inside(first)
         if node.target is aten.neg.default:
             return _times(inside(first), -1.0)

@@ -164,6 +164,13 @@ def jsd_of_means(lp, lq, beta=0.3):
     return beta * of_teacher + (1 - beta) * F.kl_div(mixed, lp, reduction="batchmean", log_target=True)
 
 
+def teacher_in_the_students_dtype(x, w, q):
+    student = F.linear(x, w).softmax(-1)
+    teacher = q.type_as(student)
+    mixed = torch.lerp(student, teacher, 0.5).log()
+    return 0.5 * (teacher * (teacher.log() - mixed) + student * (student.log() - mixed)).sum(-1).mean()
+
+
 def skewed(x, w, y, wt, lam=0.1):
     student, teacher = F.linear(x, w).softmax(-1), F.linear(y, wt[:VOCAB]).softmax(-1)
     return (student * (student.log() - (lam * student + (1 - lam) * teacher).log())).sum(-1).mean()
@@ -206,6 +213,7 @@ SPELLINGS = [
     (symmetric, "symmetric_kl", 0.5),
     (symmetric_of_means, "symmetric_kl", 0.5),
     (jsd_of_means, "jsd", 0.3),
+    (teacher_in_the_students_dtype, "jsd", 0.5),
     (skewed, "reverse_kl", 0.1),
     (offline_probs, "kl", 0.0),
     (offline_logits, "kl", 0.0),
