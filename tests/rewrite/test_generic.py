@@ -328,3 +328,15 @@ def test_chains_of_operations(seed: int) -> None:
     args = [torch.randn(2, 5, HIDDEN).requires_grad_(), torch.randn(VOCAB, HIDDEN).requires_grad_()]
     assert_as_eager(capture.compile(fn), fn, args)
     assert capture.codes == [], str(capture.report)
+
+
+def test_an_operator_whose_fake_kernel_takes_no_symbolic_sizes() -> None:
+    """Its backward is traced for each number of rows."""
+
+    def fn(x, w, t, m):
+        p, q = F.linear(x, w).softmax(-1), t.softmax(-1)
+        return (q * torch.lerp(p, q, m.unsqueeze(-1).sigmoid()).log()).sum(-1)
+
+    capture = Capture(chunk_rows=4)
+    assert_as_eager(capture.compile(fn, fullgraph=True), fn, row_args(fn))
+    assert_by_rows(capture)
