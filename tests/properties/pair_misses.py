@@ -162,7 +162,7 @@ MISSES: dict[str, PairMiss] = {
     "elements returned": PairMiss(lambda s, t, m, c: kl(s, t), fusable=False),
     "mixture returned": PairMiss(lambda s, t, m, c: (kl(s, t).sum(), _log_half(s, t)), fusable=False),
     "log-probs compared with the rows before": PairMiss(
-        lambda s, t, m, c: (kl(s, t).sum(-1), (s.lp - s.lp.roll(1, 0)).abs().sum(-1)), fusable=False
+        lambda s, t, m, c: (kl(s, t).sum(-1), (s.lp - s.lp.roll(1, 0)).abs().sum(-1))
     ),
     "largest log-prob of each class": PairMiss(lambda s, t, m, c: (kl(s, t).sum(-1), s.lp.amax(0)), fusable=False),
     "logits returned": PairMiss(lambda s, t, m, c: (kl(s, t).sum(-1), s.z * 1.0)),
