@@ -134,7 +134,9 @@ def writes_to(node: fx.Node) -> list[fx.Node]:
 def _inplace_name(target: Callable[..., Any] | str) -> bool:
     name = getattr(target, "__name__", "")
     module = getattr(target, "__module__", None) or ""
-    from_torch = module.startswith("torch") or inspect.isbuiltin(target)
+    from_torch = module.startswith("torch") or (
+        inspect.isbuiltin(target) and not module
+    )  # not operator.or_, and_, not_
     return from_torch and name.endswith("_") and not name.endswith("__")
 
 

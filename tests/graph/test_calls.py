@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,6 +49,13 @@ def test_writes_to(fn, writes: bool) -> None:
     nodes = nodes_of(lambda x: fn(x), torch.rand(3))
     written = {target for node in nodes for target in calls.writes_to(node)}
     assert written == ({nodes[0]} if writes else set())
+
+
+def test_operators_with_an_underscore_for_a_keyword_write_to_nothing() -> None:
+    """`a | b` is operator.or_, which only its name makes look like a method that writes."""
+    nodes = nodes_of(lambda x: (x > 0) | (x < 1) & (x != 2), torch.rand(3))
+    assert {operator.or_, operator.and_} <= {n.target for n in nodes}
+    assert not any(calls.writes_to(n) for n in nodes)
 
 
 def test_arguments_by_position_and_keyword() -> None:

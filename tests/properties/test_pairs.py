@@ -55,8 +55,6 @@ def test_a_pair_is_fused_and_right(program: PairProgram, drawn: dict[str, Any], 
     capture = Capture(**options(data.draw, drawn))
     ours = run(untouched(capture.compile(lambda *a: program(*a), fullgraph=True)), args)
     assert_close_to_oracle(ours, eager, oracle, **judged(drawn))
-    if capture.codes == ["mutated"]:
-        return  # a mask of infinities that is written to in place is read no later than it was: left alone, and right
     assert capture.codes == [], str(capture.report)
     executors = {h.details["executor"] for h in capture.report.fused}
     assert executors, "no head was found"
