@@ -81,7 +81,7 @@ MISSES: dict[str, PairMiss] = {
         lambda s, t, m, c: torch.stack([s.lp, t.lp]).logsumexp((0, -1)), fusable=True
     ),
     "mixture of neighbours": PairMiss(
-        lambda s, t, m, c: (t.p * torch.stack([s.lp, s.lp.roll(1, 0)]).logsumexp(0)).sum(-1), fusable=False
+        lambda s, t, m, c: (t.p * torch.stack([s.lp, s.lp.roll(1, 0)]).logsumexp(0)).sum(-1)
     ),
     # masks and weights that are not one per row
     "weighted by class": PairMiss(lambda s, t, m, c: (kl(s, t) * c).sum(-1)),
