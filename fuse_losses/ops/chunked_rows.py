@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from fuse_losses.ops.autograd import forbid_double_backward, last_derivative, needs_gradient
 from fuse_losses.ops.chunk_loop import parts
 from fuse_losses.ops.gemm import ACCUMULATE, statistics_dtype
-from fuse_losses.ops.inner import inner_operator
+from fuse_losses.ops.inner import inner_operator, no_autocast
 from fuse_losses.ops.pull_back import Layout, trace_pull_back
 
 SCHEMA = (
@@ -75,17 +75,13 @@ def _rows_per_chunk(count: int, chunk_rows: int) -> int:
     return min(chunk_rows, max(FEWEST, -(-count // SHARE)))
 
 
-def _no_autocast(like: Tensor) -> torch.autocast:
-    return torch.autocast(like.device.type, enabled=False)
-
-
 @inner_operator()
 def rows_fwd(key: str, rows: list[Tensor], whole: list[Tensor], chunk_rows: int, compiled: bool) -> list[Tensor]:
     """The region's outputs [N, ...], chunk by chunk."""
     count = rows[0].shape[0]
     run = _forward(key, compiled)
     outputs: list[Tensor] = []
-    with _no_autocast(rows[0]):
+    with no_autocast(rows[0]):
         for part in parts(
             max(count, 1), _rows_per_chunk(count, chunk_rows)
         ):  # no rows: one empty chunk tells the shapes
@@ -124,7 +120,7 @@ def rows_bwd(
         _start(x, need, i < len(rows), accumulate)
         for i, (x, need) in enumerate(zip([*rows, *whole], needs, strict=True))
     ]
-    with _no_autocast(rows[0]):
+    with no_autocast(rows[0]):
         for part in parts(count, _rows_per_chunk(count, chunk_rows)):
             chunk = [r[part].contiguous() for r in rows]
             run = _backward(*how) or _backward(*how, chunk[0].shape[0])

@@ -6,6 +6,7 @@ from torch import Tensor
 from fuse_losses.ops.autograd import forbid_double_backward, needs_gradient, scaled
 from fuse_losses.ops.checks import check_rows
 from fuse_losses.ops.divergence import check, divergence
+from fuse_losses.ops.inner import no_autocast
 from fuse_losses.ops.paired import HOW, TENSORS, How, paired_fwd_grad, paired_fwd_keep
 
 SCHEMA = f"divergence_sum({TENSORS}, Tensor? row_weight, {HOW}, str accumulate) -> Tensor"
@@ -92,7 +93,7 @@ class _FewRows(torch.autograd.Function):
             taken = None if row_weight is None else row_weight != 0
             by_row = grad if taken is None else torch.where(taken, grad, 0.0).unsqueeze(1)
             whole = grad if taken is None else torch.where(taken.any(), grad, 0.0)
-            with torch.autocast(grad.device.type, enabled=False):
+            with no_autocast(grad):
                 grads += [
                     ((du @ weight) * by_row).to(x.dtype) if need_x else None,
                     du.t() @ (x * by_row).to(x.dtype) if need_weight else None,

@@ -13,12 +13,8 @@ from fuse_losses.kernels.squash import Squash
 from fuse_losses.ops.chunk_loop import Needs, Projection, forward_loop, gradient_loop, parts, rows_per_chunk
 from fuse_losses.ops.dispatch import indexed_kernels
 from fuse_losses.ops.gemm import statistics_dtype
-from fuse_losses.ops.inner import inner_operator
+from fuse_losses.ops.inner import inner_operator, no_autocast
 from fuse_losses.ops.targets import target_columns
-
-
-def _no_autocast(like: Tensor) -> torch.autocast:
-    return torch.autocast(like.device.type, enabled=False)
 
 
 def _row_values(like: Tensor, rows: int, count: int) -> list[Tensor]:
@@ -76,7 +72,7 @@ def indexed_fwd(
     def visit(part: slice, u: Tensor) -> None:
         kernels.indexed_fwd(u, columns[part], how, log_prob[part], row_max[part], log_sum[part])
 
-    with _no_autocast(x):
+    with no_autocast(x):
         forward_loop(Projection(x, weight, bias, logits), chunk_rows, visit)
     return log_prob, row_max, log_sum
 
@@ -113,7 +109,7 @@ def indexed_fwd_grad(
     chunk_rows = rows_per_chunk(x.shape[0], chunk_rows, weight.shape[0] * x.element_size())
     kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
     (log_prob,) = _row_values(x, x.shape[0], 1)
-    with _no_autocast(x):
+    with no_autocast(x):
         weights = torch.ones_like(log_prob) if row_weight is None else row_weight.to(log_prob.dtype)
         weights = torch.where(columns < 0, 0.0, weights)  # [N], contiguous
         half = x.dtype == torch.float16
@@ -170,7 +166,7 @@ def indexed_bwd(
     columns = target_columns(target, ignore_index, weight.shape[0], checked=True)
     chunk_rows = rows_per_chunk(x.shape[0], chunk_rows, weight.shape[0] * x.element_size())
     kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
-    with _no_autocast(x):
+    with no_autocast(x):
         on_target, on_all = _coefficients(columns, grad_log_prob, grad_lse, row_max.dtype)
 
         def visit(part: slice, u: Tensor, du: Tensor) -> None:
@@ -218,7 +214,7 @@ def given_fwd(
     columns = target_columns(target, ignore_index, logits.shape[1])
     kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
     log_prob, row_max, log_sum = _row_values(logits, logits.shape[0], 3)
-    with _no_autocast(logits):
+    with no_autocast(logits):
         for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
             kernels.indexed_fwd(logits[part], columns[part], how, log_prob[part], row_max[part], log_sum[part])
     return log_prob, row_max, log_sum
@@ -247,7 +243,7 @@ def given_bwd(
     columns = target_columns(target, ignore_index, logits.shape[1], checked=True)
     kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    with _no_autocast(logits):
+    with no_autocast(logits):
         on_target, on_all = _coefficients(columns, grad_log_prob, grad_lse, row_max.dtype)
         for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
             kernels.indexed_bwd(

@@ -10,8 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _library = torch.library.Library("fuse_losses", "FRAGMENT")
+
+
+def no_autocast(like: Tensor) -> torch.autocast:
+    """Switches off an ambient autocast on the tensor's device: the dtypes of an operator's arguments say all."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 class Inner:

@@ -22,7 +22,7 @@ from fuse_losses.ops.chunk_loop import parts, rows_per_chunk
 from fuse_losses.ops.dispatch import paired_kernels
 from fuse_losses.ops.gemm import BiasGradient, WeightGradient, mm_into, statistics_dtype
 from fuse_losses.ops.indexed import row_gain, saved_dtypes
-from fuse_losses.ops.inner import inner_operator
+from fuse_losses.ops.inner import inner_operator, no_autocast
 
 TENSORS = "Tensor p, Tensor? p_weight, Tensor? p_bias, Tensor q, Tensor? q_weight, Tensor? q_bias"
 HOW = (
@@ -183,15 +183,11 @@ class _Loop:
             self.q.add(part, q_out)
 
 
-def _no_autocast(like: Tensor) -> torch.autocast:
-    return torch.autocast(like.device.type, enabled=False)
-
-
 @inner_operator(f"({TENSORS}, {HOW}, bool[] needs) -> (Tensor, Tensor)")
 def paired_fwd(*args):
     """The divergence [N] of every row, and `statistics` [6, N] for a backward that needs gradients."""
     tensors, how, needs = args[:6], How(*args[6:-1]), args[-1]
-    with _no_autocast(args[0]):
+    with no_autocast(args[0]):
         loop = _Loop(tensors, how)
         d = args[0].new_empty(loop.rows, dtype=loop.dtype)
         statistics = d.new_empty(STATISTICS, loop.rows)
@@ -212,7 +208,7 @@ def _(*args):
 def paired_bwd(grad, statistics, *args):
     """Gradients of the six tensors ([0] for those that need none) from that of the divergence [N]."""
     tensors, how, (accumulate, needs) = args[:6], How(*args[6:-2]), args[-2:]
-    with _no_autocast(args[0]):
+    with no_autocast(args[0]):
         loop = _Loop(tensors, how)
         loop.start_gradients(tuple(needs), accumulate, waiting=False)
         weight = grad.to(statistics.dtype).contiguous()
@@ -238,7 +234,7 @@ def paired_fwd_grad(*args):
     float16 gradients come back in float32 (unscaled, they leave float16's range), a bias's always do.
     """
     tensors, row_weight, how, (accumulate, needs) = args[:6], args[6], How(*args[7:-2]), args[-2:]
-    with _no_autocast(args[0]):
+    with no_autocast(args[0]):
         loop = _Loop(tensors, how)
         loop.start_gradients(tuple(needs), accumulate, waiting=True)
         d = args[0].new_empty(loop.rows, dtype=loop.dtype)
@@ -269,7 +265,7 @@ def paired_fwd_keep(*args):
     logits of both sides, [N, V] in the dtype of the side ([0] for one that needs none). For few rows.
     """
     tensors, row_weight, how, needs = args[:6], args[6], How(*args[7:-2]), args[-2:]
-    with _no_autocast(args[0]):
+    with no_autocast(args[0]):
         loop = _Loop(tensors, how, few=True)
         sides = zip((loop.p, loop.q), needs, strict=True)
         kept = [side.keep_gradients() if need else side.tensor.new_empty(0) for side, need in sides]
