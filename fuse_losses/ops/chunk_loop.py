@@ -55,13 +55,11 @@ def parts(rows: int, chunk_rows: int) -> Iterator[slice]:
         yield slice(start, min(start + chunk_rows, rows))
 
 
-def chunk_buffer(projection: Projection, chunk_rows: int) -> Tensor:
-    """Uninitialised [min(N, chunk_rows), V] in x's dtype."""
-    rows, vocab = min(projection.x.shape[0], chunk_rows), projection.weight.shape[0]
-    x = projection.x
+def chunk_buffer(x: Tensor, vocab: int, chunk_rows: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised [min(N, chunk_rows), V or more], rows of x; the columns behind V are padding."""
     # rows that start at a multiple of 128 bytes keep loads vectorised for an odd vocabulary
-    step = 128 // x.element_size() if x.is_cuda else 1
-    return x.new_empty(rows, -(-vocab // step) * step)[:, :vocab]
+    step = 128 // dtype.itemsize if x.is_cuda else 1
+    return x.new_empty(min(x.shape[0], chunk_rows), -(-vocab // step) * step, dtype=dtype)
 
 
 def chunk_logits(projection: Projection, part: slice, buffer: Tensor) -> Tensor:
@@ -81,7 +79,8 @@ def forward_loop(projection: Projection, chunk_rows: int, visit: Callable[[slice
         for part in parts(rows, chunk_rows):
             visit(part, projection.logits[part])
         return
-    buffer = chunk_buffer(projection, chunk_rows)
+    vocab = projection.weight.shape[0]
+    buffer = chunk_buffer(projection.x, vocab, chunk_rows, projection.x.dtype)[:, :vocab]
     for part in parts(rows, chunk_rows):
         visit(part, chunk_logits(projection, part, buffer[: part.stop - part.start]))
 
@@ -106,7 +105,8 @@ def gradient_loop(
     chunks = -(-rows // chunk_rows)
     weight_sum = WeightGradient(weight, dtype, chunks, needs.accumulate) if needs.weight else None
     bias_sum = BiasGradient(bias, bias_dtype) if needs.bias and bias is not None else None
-    buffer = chunk_buffer(projection, chunk_rows)
+    vocab = weight.shape[0]
+    buffer = chunk_buffer(x, vocab, chunk_rows, x.dtype)[:, :vocab]
     for part in parts(rows, chunk_rows):
         du = buffer[: part.stop - part.start]
         visit(part, chunk_logits(projection, part, du), du)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fuse_losses.kernels.side import Side
 from fuse_losses.kernels.squash import Squash
 from fuse_losses.losses import page
-from fuse_losses.ops.chunk_loop import parts, rows_per_chunk
+from fuse_losses.ops.chunk_loop import chunk_buffer, parts, rows_per_chunk
 from fuse_losses.ops.dispatch import paired_kernels
 from fuse_losses.ops.gemm import BiasGradient, WeightGradient, mm_into, statistics_dtype
 from fuse_losses.ops.indexed import row_gain, saved_dtypes
@@ -63,12 +63,8 @@ class _Rows:
 
     def start(self, chunk_rows: int) -> None:
         """Allocate the chunk of logits."""
-        if self.weight is None:
-            return
-        rows, vocab = min(self.tensor.shape[0], chunk_rows), self.weight.shape[0]
-        # rows that start at a multiple of 128 bytes keep loads vectorised for an odd vocabulary
-        step = 128 // self.values_dtype.itemsize if self.tensor.is_cuda else 1
-        self._memory = self.tensor.new_empty(rows, -(-vocab // step) * step, dtype=self.values_dtype)
+        if self.weight is not None:
+            self._memory = chunk_buffer(self.tensor, self.weight.shape[0], chunk_rows, self.values_dtype)
 
     def keep_gradients(self) -> Tensor:
         """Let the gradient with respect to the logits go to a tensor [N, V] of its own, which is returned."""
@@ -168,9 +164,16 @@ class _Loop:
             dtypes = saved_dtypes(dtype) if waiting else (dtype, dtype)
             side.start_gradients(tuple(need), *dtypes, chunks, accumulate)  # type: ignore[arg-type]
 
-    def visit_gradients(self, kernel) -> list[Tensor]:
-        """Call `kernel(part, p, q, p_out, q_out)` for every chunk; the six gradients."""
-        self.visit(kernel)
+    def visit_weighted(self, weight: Tensor, d: Tensor) -> None:
+        """Write the divergence of every row to `d`, and its gradients times `weight`, which is contiguous."""
+        self.visit(
+            lambda part, p, q, p_out, q_out: self.kernels.paired_fwd_bwd(
+                p, q, self.divergence, self.k, weight[part], d[part], p_out, q_out
+            )
+        )
+
+    def gradients(self) -> list[Tensor]:
+        """The six gradients."""
         return [*self.p.gradients(), *self.q.gradients()]
 
     def visit(self, kernel) -> None:
@@ -218,7 +221,8 @@ def paired_bwd(grad, statistics, *args):
                 p, q, loop.divergence, loop.k, weight[part], statistics[:, part], p_out, q_out
             )  # fmt: skip
 
-        return loop.visit_gradients(kernel)
+        loop.visit(kernel)
+        return loop.gradients()
 
 
 @paired_bwd.register_fake
@@ -243,10 +247,8 @@ def paired_fwd_grad(*args):
         if gain is not None:
             weight = weight * gain
 
-        def kernel(part, p, q, p_out, q_out) -> None:
-            loop.kernels.paired_fwd_bwd(p, q, loop.divergence, loop.k, weight[part], d[part], p_out, q_out)
-
-        grads = loop.visit_gradients(kernel)
+        loop.visit_weighted(weight, d)
+        grads = loop.gradients()
         if gain is not None:
             for g in grads:
                 g.div_(gain)
@@ -272,10 +274,7 @@ def paired_fwd_keep(*args):
         d = args[0].new_empty(loop.rows, dtype=loop.dtype)
         weight = torch.ones_like(d) if row_weight is None else row_weight.to(d.dtype).contiguous()
 
-        def kernel(part, p, q, p_out, q_out) -> None:
-            loop.kernels.paired_fwd_bwd(p, q, loop.divergence, loop.k, weight[part], d[part], p_out, q_out)
-
-        loop.visit(kernel)
+        loop.visit_weighted(weight, d)
     return d, *kept
 
 
