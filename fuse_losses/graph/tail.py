@@ -61,10 +61,11 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
     if len(nodes) > MAX_TAIL:
         raise Declined("opaque", f"more than {MAX_TAIL} operations depend on the head", calls.user_line(made[0]))
     tail_nodes = set(nodes)
-    factories = _factories(gm.graph, nodes)
+    written = {storage(t) for n in gm.graph.nodes for t in calls.writes_to(n) if is_tensor(t)}
+    factories = _factories(gm.graph, nodes, written)
     shapes = {a for n in nodes for a in n.all_input_nodes if isinstance(a.meta.get("example_value"), torch.Size)}
     columns = {a for n in nodes for a in n.all_input_nodes if _is_column(a)}
-    inside = {*nodes, *factories, *shapes, *columns, *_teachers(gm.graph, nodes, products)}
+    inside = {*nodes, *factories, *shapes, *columns, *_teachers(gm.graph, nodes, products, written)}
     inputs = list(made)
     for node in gm.graph.nodes:
         if node in inside:
@@ -214,10 +215,9 @@ def dependents(graph: fx.Graph, roots: Sequence[fx.Node]) -> list[fx.Node]:
     return found
 
 
-def _factories(graph: fx.Graph, nodes: list[fx.Node]) -> set[fx.Node]:
+def _factories(graph: fx.Graph, nodes: list[fx.Node], written: set[Any]) -> set[fx.Node]:
     """Nodes that read no tensor (arange, full, ...) and feed the tail: retraced too, so that the lift can read them."""
     pure: set[fx.Node] = set()
-    written = {storage(t) for n in graph.nodes for t in calls.writes_to(n) if is_tensor(t)}
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or not is_tensor(node) or storage(node) in written:
             continue
@@ -235,12 +235,13 @@ def _factories(graph: fx.Graph, nodes: list[fx.Node]) -> set[fx.Node]:
     return needed
 
 
-def _teachers(graph: fx.Graph, nodes: Sequence[fx.Node], products: Sequence[Product]) -> set[fx.Node]:
+def _teachers(
+    graph: fx.Graph, nodes: Sequence[fx.Node], products: Sequence[Product], written: set[Any]
+) -> set[fx.Node]:
     """What is made, class by class, of a tensor as wide as the logits for the tail alone (`teacher.float().exp()`).
 
     Retraced with the tail, it is made for a chunk of rows and is never there whole.
     """
-    written = {storage(t) for n in graph.nodes for t in calls.writes_to(n) if is_tensor(t)}
     taken, found = set(nodes), set[fx.Node]()
     for node in reversed(graph.nodes):
         if not is_tensor(node) or node in taken or not calls.is_call(node, calls.ELEMENTWISE):

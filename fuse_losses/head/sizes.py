@@ -20,6 +20,11 @@ def sizes(node: object) -> tuple[Any, ...]:
     return tuple(first.shape)
 
 
+def shape_of(node: fx.Node) -> tuple[Any, ...]:
+    """Shape of the node's value, () for a number (a size of the graph)."""
+    return sizes(node) if isinstance(node.meta.get("val"), torch.Tensor) else ()
+
+
 def same(a: Any, b: Any) -> bool:
     """True if two sizes (or tuples of sizes) are known to be equal."""
     if isinstance(a, tuple):

@@ -12,7 +12,7 @@ from torch import fx
 
 from fuse_losses.graph.products import Product, value
 from fuse_losses.head.algebra import Functional, Link, Logits, LogProb, LogSumExp, NllLoss, Selected, WeightedLoss
-from fuse_losses.head.sizes import same, sizes
+from fuse_losses.head.sizes import same, shape_of, sizes
 from fuse_losses.rewrite.joins import Join, row_count
 from fuse_losses.rewrite.writer import SYM_SIZE, Writer
 
@@ -123,7 +123,7 @@ class IndexedWriter(Writer):
         if link.kind == "mean":
             count = self.numel([link.before[d] for d in link.dims])
             return aten.div.Tensor, count if isinstance(count, fx.Node) or count == 0 else None
-        shared = isinstance(link.factor, fx.Node) and link.kind in ("times", "over") and not _shape_of(link.factor)
+        shared = isinstance(link.factor, fx.Node) and link.kind in ("times", "over") and not shape_of(link.factor)
         target = aten.mul.Tensor if link.kind == "times" else aten.div.Tensor
         return target, self.ref(cast(fx.Node, link.factor)) if shared else None
 
@@ -336,8 +336,3 @@ class IndexedWriter(Writer):
             return None
         whole = self.call(aten.detach.default, product.node)
         return self.call(aten.reshape.default, whole, [-1, self.size(product.vocab)])
-
-
-def _shape_of(factor: fx.Node) -> tuple[Any, ...]:
-    """The shape of a factor, () for a size of the graph."""
-    return sizes(factor) if isinstance(factor.meta.get("val"), torch.Tensor) else ()

@@ -60,10 +60,7 @@ class KernelWriter(IndexedWriter):
         weights = [w for w in (own, weight) if w is not None]
         weight = None if not weights else self.call(aten.mul.Tensor, *weights) if len(weights) > 1 else weights[0]
         for keep in kept:
-            if weight is None:
-                weight = self.call(aten.to.dtype, keep, self._statistics(found))
-            else:
-                weight = self.call(aten.where.ScalarOther, keep, weight, 0.0)
+            weight = self._where_kept(keep, weight, self._statistics(found))
         made = self.call(torch.ops.fuse_losses.divergence_sum.default, *tensors, weight, *how)
         return self._scaled(made, found.factor)
 
@@ -106,17 +103,19 @@ class KernelWriter(IndexedWriter):
             each = self._weight_input(spec)
             if kind in ("kept", "dropped"):
                 each = self.call(aten.logical_not.default, each) if kind == "dropped" else each
-                weight = (
-                    self.call(aten.to.dtype, each, statistics)
-                    if weight is None
-                    else self.call(aten.where.ScalarOther, each, weight, 0.0)
-                )
+                weight = self._where_kept(each, weight, statistics)
                 continue
             each = self.call(aten.to.dtype, each, statistics)
             if kind == "over":
                 each = self.call(aten.reciprocal.default, each)
             weight = each if weight is None else self.call(aten.mul.Tensor, weight, each)
         return self.call(aten.expand.default, weight, [self.call(SYM_SIZE, like, 0)])
+
+    def _where_kept(self, keep: fx.Node, weight: fx.Node | None, dtype: torch.dtype) -> fx.Node:
+        """The weight, 1 if there is none, of rows that are kept, and 0 for the others."""
+        if weight is None:
+            return self.call(aten.to.dtype, keep, dtype)
+        return self.call(aten.where.ScalarOther, keep, weight, 0.0)
 
     def _weight_input(self, spec: RowInput | WholeInput) -> fx.Node:
         if isinstance(spec, RowInput):

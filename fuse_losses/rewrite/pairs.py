@@ -22,7 +22,7 @@ from fuse_losses.graph.products import Product
 from fuse_losses.graph.rows import RowAnalysis
 from fuse_losses.head.algebra import Divergence, Logits, Side
 from fuse_losses.head.identify import Match, holds_beyond, identify
-from fuse_losses.head.sizes import same, sizes
+from fuse_losses.head.sizes import same, shape_of, sizes
 from fuse_losses.head.values import Lifted, Wide
 from fuse_losses.rewrite.chunk_graph import ChunkGraph, RowInput, Steps, WholeInput
 
@@ -234,8 +234,8 @@ class _Reader:
         if not isinstance(spec.source, fx.Node):
             return False
         if isinstance(spec, WholeInput):
-            return all(same(s, 1) for s in _shape(spec.source))
-        own = _shape(spec.source)
+            return all(same(s, 1) for s in shape_of(spec.source))
+        own = shape_of(spec.source)
         offset = len(spec.labels) - len(own)
         return all(spec.labels[k + offset] == "r" or same(size, 1) for k, size in enumerate(own))
 
@@ -396,10 +396,6 @@ def _over_vocabulary(spec: RowInput) -> bool:
     own = sizes(cast(fx.Node, spec.source))
     offset = len(spec.labels) - len(own)
     return any(spec.labels[k + offset] == "v" and not same(size, 1) for k, size in enumerate(own))
-
-
-def _shape(node: fx.Node) -> tuple[Any, ...]:
-    return sizes(node) if isinstance(node.meta.get("val"), Tensor) else ()
 
 
 def _is_map_of(logits: Logits, raw: Logits) -> bool:

@@ -98,6 +98,15 @@ class Slicer:
 
     def _divergence(self, node: fx.Node) -> Divergence | None:
         """The divergence between two distributions that the node is, per row or summed over all of them."""
+        if node not in self._divergences:
+            self._divergences[node] = self._read_divergence(node)
+        return self._divergences[node]
+
+    @functools.cached_property
+    def _divergences(self) -> dict[fx.Node, Divergence | None]:
+        return {}
+
+    def _read_divergence(self, node: fx.Node) -> Divergence | None:
         known = self.analysis.values.get(node)
         if isinstance(known, Loose):
             parts = self._sums(node)
