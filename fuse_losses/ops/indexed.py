@@ -14,24 +14,10 @@ from fuse_losses.ops.chunk_loop import Needs, Projection, forward_loop, gradient
 from fuse_losses.ops.dispatch import indexed_kernels
 from fuse_losses.ops.gemm import statistics_dtype
 from fuse_losses.ops.inner import inner_operator, no_autocast
-from fuse_losses.ops.targets import target_columns
 
 
 def _row_values(like: Tensor, rows: int, count: int) -> list[Tensor]:
     return [like.new_empty(rows, dtype=statistics_dtype(like.dtype)) for _ in range(count)]
-
-
-def _coefficients(
-    columns: Tensor, grad_log_prob: Tensor | None, grad_lse: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """(on_target, on_all) [N] with dz = on_all * p + on_target * onehot(target); a row without a target takes
-    nothing from its log-probability, whatever its gradient is.
-    """
-    if grad_log_prob is None:
-        on_target = torch.zeros(columns.shape, dtype=dtype, device=columns.device)
-    else:
-        on_target = torch.where(columns < 0, 0.0, grad_log_prob.to(dtype))
-    return on_target, -on_target if grad_lse is None else grad_lse.to(dtype) - on_target
 
 
 def row_gain(weight: Tensor) -> Tensor:
@@ -64,13 +50,12 @@ def indexed_fwd(
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log_prob, row_max, log_sum) [N] of the projected rows; lse = row_max + log_sum."""
-    columns = target_columns(target, ignore_index, weight.shape[0])
     chunk_rows = rows_per_chunk(x.shape[0], chunk_rows, weight.shape[0] * x.element_size())
     kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
     log_prob, row_max, log_sum = _row_values(x, x.shape[0], 3)
 
     def visit(part: slice, u: Tensor) -> None:
-        kernels.indexed_fwd(u, columns[part], how, log_prob[part], row_max[part], log_sum[part])
+        kernels.indexed_fwd(u, target[part], ignore_index, how, log_prob[part], row_max[part], log_sum[part])
 
     with no_autocast(x):
         forward_loop(Projection(x, weight, bias, logits), chunk_rows, visit)
@@ -105,20 +90,18 @@ def indexed_fwd_grad(
 
     float16 gradients come back in float32 (unscaled, they leave float16's range), the bias's always do.
     """
-    columns = target_columns(target, ignore_index, weight.shape[0])
     chunk_rows = rows_per_chunk(x.shape[0], chunk_rows, weight.shape[0] * x.element_size())
     kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
     (log_prob,) = _row_values(x, x.shape[0], 1)
     with no_autocast(x):
         weights = torch.ones_like(log_prob) if row_weight is None else row_weight.to(log_prob.dtype)
-        weights = torch.where(columns < 0, 0.0, weights)  # [N], contiguous
-        half = x.dtype == torch.float16
-        gain = row_gain(weights) if half else None
+        weights = weights.contiguous()
+        gain = row_gain(torch.where(target == ignore_index, 0.0, weights)) if x.dtype == torch.float16 else None
         if gain is not None:
             weights = weights * gain
 
         def visit(part: slice, u: Tensor, du: Tensor) -> None:
-            kernels.indexed_fwd_bwd(u, columns[part], weights[part], how, log_prob[part], du)
+            kernels.indexed_fwd_bwd(u, target[part], ignore_index, weights[part], how, log_prob[part], du)
 
         needs = Needs(need_x, need_weight, need_bias, accumulate)
         dtypes = saved_dtypes(x.dtype)
@@ -163,16 +146,13 @@ def indexed_bwd(
     """Gradients for x, weight and bias (shape [0] if not needed) from those of log_prob and lse; logits are
     recomputed.
     """
-    columns = target_columns(target, ignore_index, weight.shape[0], checked=True)
     chunk_rows = rows_per_chunk(x.shape[0], chunk_rows, weight.shape[0] * x.element_size())
     kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
     with no_autocast(x):
-        on_target, on_all = _coefficients(columns, grad_log_prob, grad_lse, row_max.dtype)
 
         def visit(part: slice, u: Tensor, du: Tensor) -> None:
-            kernels.indexed_bwd(
-                u, columns[part], on_target[part], on_all[part], row_max[part], log_sum[part], how, du
-            )  # fmt: skip
+            above = [None if grad is None else grad[part] for grad in (grad_log_prob, grad_lse)]
+            kernels.indexed_bwd(u, target[part], ignore_index, *above, row_max[part], log_sum[part], how, du)
 
         needs = Needs(need_x, need_weight, need_bias, accumulate)
         grads = gradient_loop(Projection(x, weight, bias, None), chunk_rows, needs, x.dtype, x.dtype, visit)
@@ -211,12 +191,13 @@ def given_fwd(
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log_prob, row_max, log_sum) [N] of given raw products [N, V]."""
-    columns = target_columns(target, ignore_index, logits.shape[1])
     kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
     log_prob, row_max, log_sum = _row_values(logits, logits.shape[0], 3)
     with no_autocast(logits):
         for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
-            kernels.indexed_fwd(logits[part], columns[part], how, log_prob[part], row_max[part], log_sum[part])
+            kernels.indexed_fwd(
+                logits[part], target[part], ignore_index, how, log_prob[part], row_max[part], log_sum[part]
+            )
     return log_prob, row_max, log_sum
 
 
@@ -240,16 +221,14 @@ def given_bwd(
     chunk_rows: int,
 ) -> Tensor:
     """Gradient for given raw products [N, V], in their dtype, from those of log_prob and lse."""
-    columns = target_columns(target, ignore_index, logits.shape[1], checked=True)
     kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     with no_autocast(logits):
-        on_target, on_all = _coefficients(columns, grad_log_prob, grad_lse, row_max.dtype)
         for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
+            above = [None if grad is None else grad[part] for grad in (grad_log_prob, grad_lse)]
             kernels.indexed_bwd(
-                logits[part], columns[part], on_target[part], on_all[part], row_max[part], log_sum[part], how,
-                out[part],
-            )  # fmt: skip
+                logits[part], target[part], ignore_index, *above, row_max[part], log_sum[part], how, out[part]
+            )
     return out
 
 

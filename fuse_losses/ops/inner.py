@@ -7,6 +7,7 @@ and ask whether a gradient is wanted, in Python each time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 _library = torch.library.Library("fuse_losses", "FRAGMENT")
 
 
-def no_autocast(like: Tensor) -> torch.autocast:
+def no_autocast(like: Tensor) -> AbstractContextManager[Any]:
     """Switches off an ambient autocast on the tensor's device: the dtypes of an operator's arguments say all."""
-    return torch.autocast(like.device.type, enabled=False)
+    device = like.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class Inner:

@@ -16,17 +16,17 @@ def test_every_element_is_written_and_inputs_are_not(squash, dtype):
     logits, column = torch.randn(4, 33).to(dtype), torch.tensor([3, -1, 0, 32])
     before = logits.clone()
     log_prob, row_max, log_sum, again = (torch.full((4,), float("nan"), dtype=wide) for _ in range(4))
-    indexed.indexed_fwd(logits, column, squash, log_prob, row_max, log_sum)
-    weight = torch.tensor([1.0, 0.0, 0.5, 2.0], dtype=wide)
+    indexed.indexed_fwd(logits, column, -1, squash, log_prob, row_max, log_sum)
+    weight = torch.tensor([1.0, float("nan"), 0.5, 2.0], dtype=wide)  # of a row without a target: nobody reads it
     both, bwd = torch.full((2, 4, 33), float("nan"), dtype=dtype)
-    indexed.indexed_fwd_bwd(logits, column, weight, squash, again, both)
-    indexed.indexed_bwd(logits, column, -weight, weight, row_max, log_sum, squash, bwd)
+    indexed.indexed_fwd_bwd(logits, column, -1, weight, squash, again, both)
+    indexed.indexed_bwd(logits, column, -1, -weight, None, row_max, log_sum, squash, bwd)
     assert torch.equal(logits, before)
     leaf = logits.to(torch.float64).requires_grad_()
     z = squash.inner * leaf
     z = squash.outer * (z.tanh() if squash.name == "tanh" else z)
     expected = torch.where(column < 0, 0.0, z.log_softmax(1).gather(1, column.clamp(min=0)[:, None])[:, 0])
-    (gradient,) = torch.autograd.grad(-(weight * expected).sum(), leaf)
+    (gradient,) = torch.autograd.grad(-(weight.nan_to_num() * expected).sum(), leaf)
     close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
     for value in (log_prob, again):
         torch.testing.assert_close(value.double(), expected, **close)
@@ -34,5 +34,5 @@ def test_every_element_is_written_and_inputs_are_not(squash, dtype):
         torch.testing.assert_close(value.double(), gradient, **close)
         assert torch.equal(value[1], torch.zeros_like(value[1]))
     in_place = logits.clone()
-    indexed.indexed_fwd_bwd(in_place, column, weight, squash, again, in_place)
+    indexed.indexed_fwd_bwd(in_place, column, -1, weight, squash, again, in_place)
     assert torch.equal(in_place, both)

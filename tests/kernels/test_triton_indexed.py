@@ -57,7 +57,7 @@ def oracle_gradient(logits, column, on_target, on_all, squash):
 
 def statistics(kernels, logits, column, squash):
     out = [unwritten(ROWS) for _ in range(3)]
-    kernels.indexed_fwd(logits, column, squash, *out)
+    kernels.indexed_fwd(logits, column, -1, squash, *out)
     return out
 
 
@@ -83,21 +83,22 @@ def test_against_the_oracle(triton_kernels, vocab, dtype, squash):
     close(row_max + log_sum, z.logsumexp(1), 16 * largest)
     assert log_prob[1] == 0
 
-    on_target, on_all = torch.randn(2, ROWS, device=DEVICE)
-    on_target[1] = 0
+    of_log_prob, of_lse = torch.randn(2, ROWS, device=DEVICE)
     out = unwritten(ROWS, vocab, dtype=dtype)
-    triton_kernels.indexed_bwd(logits, column, on_target, on_all, row_max, log_sum, squash, out)
-    close(out, oracle_gradient(logits, column, on_target, on_all, squash), 32 * largest)
+    triton_kernels.indexed_bwd(logits, column, -1, of_log_prob, of_lse, row_max, log_sum, squash, out)
+    on_target = torch.where(column < 0, 0.0, of_log_prob)
+    close(out, oracle_gradient(logits, column, on_target, of_lse - on_target, squash), 32 * largest)
     assert torch.equal(logits, before)
 
     weight = torch.rand(ROWS, device=DEVICE)
-    weight[1] = 0
+    weight[1] = float("nan")  # of a row without a target: nobody reads it
     both, again, in_place = unwritten(ROWS, vocab, dtype=dtype), unwritten(ROWS), logits.clone()
-    triton_kernels.indexed_fwd_bwd(logits, column, weight, squash, again, both)
+    triton_kernels.indexed_fwd_bwd(logits, column, -1, weight, squash, again, both)
     assert torch.equal(again, log_prob)
+    weight[1] = 0
     close(both, oracle_gradient(logits, column, -weight, weight, squash), 32 * largest)
     assert torch.equal(both[1], torch.zeros_like(both[1]))
-    triton_kernels.indexed_fwd_bwd(in_place, column, weight, squash, unwritten(ROWS), in_place)
+    triton_kernels.indexed_fwd_bwd(in_place, column, -1, weight, squash, unwritten(ROWS), in_place)
     assert torch.equal(in_place, both)
 
 
@@ -112,16 +113,16 @@ def test_against_the_chunked_kernels_at_the_edges(triton_kernels, squash):
     logits[3, 5] = float("inf")
     logits[4] += 1e4
     logits[5, 7] = float("nan")
-    on_target, on_all = torch.randn(2, ROWS, device=DEVICE)
-    on_target[1] = on_all[1] = 0
+    of_log_prob, of_lse = torch.randn(2, ROWS, device=DEVICE)
+    of_log_prob[1] = of_lse[1] = 0
     weight = torch.rand(ROWS, device=DEVICE)
     weight[1] = 0
     results = []
     for kernels in (triton_kernels, chunked):
         log_prob, row_max, log_sum = statistics(kernels, logits, column, squash)
         bwd, both, again = unwritten(ROWS, vocab), unwritten(ROWS, vocab), unwritten(ROWS)
-        kernels.indexed_bwd(logits, column, on_target, on_all, row_max, log_sum, squash, bwd)
-        kernels.indexed_fwd_bwd(logits, column, weight, squash, again, both)
+        kernels.indexed_bwd(logits, column, -1, of_log_prob, of_lse, row_max, log_sum, squash, bwd)
+        kernels.indexed_fwd_bwd(logits, column, -1, weight, squash, again, both)
         results.append([log_prob, row_max + log_sum, bwd, both, again])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6, equal_nan=True)
@@ -146,19 +147,41 @@ def test_strides(triton_kernels):
     transposed = logits.t().contiguous().t()
     padded = unwritten(ROWS, 200)[:, :130].copy_(logits)
     expected = statistics(triton_kernels, logits, column, squash)
-    on_target, on_all = torch.randn(2, ROWS, device=DEVICE)
+    of_log_prob, of_lse = torch.randn(2, ROWS, device=DEVICE)
     out = unwritten(ROWS, 130)
-    triton_kernels.indexed_bwd(logits, column, on_target, on_all, *expected[1:], squash, out)
+    triton_kernels.indexed_bwd(logits, column, -1, of_log_prob, of_lse, *expected[1:], squash, out)
     for strided in (transposed, padded):
         assert all(
             torch.equal(a, b)
             for a, b in zip(statistics(triton_kernels, strided, column, squash), expected, strict=True)
         )
         other = unwritten(130, ROWS).t() if strided is transposed else unwritten(ROWS, 200)[:, :130]
-        triton_kernels.indexed_bwd(strided, column, on_target, on_all, *expected[1:], squash, other)
+        triton_kernels.indexed_bwd(strided, column, -1, of_log_prob, of_lse, *expected[1:], squash, other)
         assert torch.equal(other, out)
 
 
+@pytest.mark.parametrize("targets", [torch.int32, torch.int64], ids=str)
+def test_gradients_that_are_missing_expanded_or_of_another_dtype(triton_kernels, targets):
+    """What the operators hand on from autograd; a row that is ignored takes nothing from its log-probability."""
+    vocab, squash, ignore = 300, SQUASHES[2], -100
+    logits, column = chunk(vocab, torch.float32)
+    target = torch.where(column < 0, ignore, column).to(targets).unsqueeze(1).expand(ROWS, 2)[:, 0]
+    of_log_prob, of_lse = torch.randn(2, ROWS, device=DEVICE)
+    of_log_prob[1] = float("nan")
+    one = torch.tensor(0.7, device=DEVICE)
+    results = []
+    for kernels in (triton_kernels, chunked):
+        row_max, log_sum, log_prob = (unwritten(ROWS) for _ in range(3))
+        kernels.indexed_fwd(logits, target, ignore, squash, log_prob, row_max, log_sum)
+        for above in ((of_log_prob, None), (None, of_lse), (one.expand(ROWS), of_lse.bfloat16())):
+            results.append(unwritten(ROWS, vocab))
+            kernels.indexed_bwd(logits, target, ignore, *above, row_max, log_sum, squash, results[-1])
+    for ours, theirs in zip(results[:3], results[3:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
+    assert torch.equal(results[0][1], torch.zeros_like(results[0][1])) and results[1][1].abs().max() > 0
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="trips a device assert, after which the process has no GPU")
 def test_a_column_beyond_the_row_is_not_read(triton_kernels):
     logits, column = chunk(64, torch.float32)
     column[0] = 10**12

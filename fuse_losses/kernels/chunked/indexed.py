@@ -1,11 +1,12 @@
 """Log-probability of one target per row, and its gradient, in plain PyTorch.
 
-The row-kernel interface, shared with `kernels.triton.indexed`. Every function works on one chunk: `logits`
-[C, V] raw products of any float dtype and stride, `column` [C] int64, the target or a negative number for
-"none"; per-row values are contiguous [C] in float32 (float64 for float64 logits). Outputs are written to
-tensors that the caller gives. `out` [C, V] receives the gradient with respect to the raw products and may be
-`logits` itself. A row whose coefficients are all zero gets a gradient of exact zeros, whatever its logits
-are.
+The row-kernel interface, shared with `kernels.triton.indexed`. Every function works on one chunk: `logits` [C, V] raw
+products of any float dtype and stride, `target` [C] int32 or int64. A row whose target is `ignore_index` has none: its
+log-probability is 0 and has no gradient. Any other target outside of [0, V) raises IndexError on the CPU and trips a
+device assert elsewhere, in the forward. Per-row values are [C] in float32 (float64 for float64 logits), contiguous but
+for gradients, which may be expanded and of any float dtype. Outputs are written to tensors that the caller gives.
+`out` [C, V] receives the gradient with respect to the raw products and may be `logits` itself. A row without a
+gradient gets exact zeros, whatever its logits are.
 """
 
 import torch
@@ -19,11 +20,16 @@ _MINUS_INF = float("-inf")
 
 
 def indexed_fwd(
-    logits: Tensor, column: Tensor, squash: Squash, log_prob: Tensor, row_max: Tensor, log_sum: Tensor
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    squash: Squash,
+    log_prob: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
 ) -> None:
-    """Write `row_max`, `log_sum = log(sum(exp(z - row_max)))` and `log_prob = z[column] - lse` (0 without a
-    column).
-    """
+    """Write `row_max`, `log_sum = log(sum(exp(z - row_max)))` and `log_prob = z[target] - lse` (0 without one)."""
+    column = _checked_columns(target, ignore_index, logits.shape[1])
     z = squash_into(logits, squash, torch.empty(logits.shape, dtype=log_prob.dtype, device=logits.device))  # [C, V]
     picked = _pick(z, column)
     row_max.copy_(_finite_max(z))
@@ -33,26 +39,35 @@ def indexed_fwd(
 
 def indexed_bwd(
     logits: Tensor,
-    column: Tensor,
-    on_target: Tensor,
-    on_all: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    grad_log_prob: Tensor | None,
+    grad_lse: Tensor | None,
     row_max: Tensor,
     log_sum: Tensor,
     squash: Squash,
     out: Tensor,
 ) -> None:
-    """Write `(on_all * p + on_target * onehot(column)) * dz/du` to `out`; the statistics are `indexed_fwd`'s."""
+    """Write to `out` the gradient that comes from those of log_prob and lse; the statistics are `indexed_fwd`'s."""
+    column = _columns(target, ignore_index)
+    on_target, on_all = _coefficients(column, grad_log_prob, grad_lse, row_max.dtype)
     z = squash_into(logits, squash, _work(out, on_all.dtype))  # [C, V]
     dz_du = slope(z, squash)
     _gradient_into(out, _exp_(z, row_max), on_all * log_sum.neg().exp(), column, on_target, on_all, dz_du)
 
 
 def indexed_fwd_bwd(
-    logits: Tensor, column: Tensor, weight: Tensor, squash: Squash, log_prob: Tensor, out: Tensor
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    weight: Tensor,
+    squash: Squash,
+    log_prob: Tensor,
+    out: Tensor,
 ) -> None:
-    """Write `log_prob` and the gradient of `weight * -log_prob` in one visit; `weight` is 0 where there is no
-    column.
-    """
+    """Write `log_prob` and the gradient of `weight * -log_prob` in one visit."""
+    column = _checked_columns(target, ignore_index, logits.shape[1])
+    weight = torch.where(column < 0, 0.0, weight)
     z = squash_into(logits, squash, _work(out, log_prob.dtype))  # [C, V]
     picked = _pick(z, column)
     dz_du = slope(z, squash)
@@ -60,6 +75,35 @@ def indexed_fwd_bwd(
     total = _exp_(z, row_max).sum(1)
     log_prob.copy_(_log_prob(picked, column, row_max, total.log()))
     _gradient_into(out, z, weight / total, column, -weight, weight, dz_du)
+
+
+def _columns(target: Tensor, ignore_index: int) -> Tensor:
+    """int64 [C]: the target of each row, -1 where it is `ignore_index`."""
+    return torch.where(target == ignore_index, -1, target).to(torch.int64)
+
+
+def _checked_columns(target: Tensor, ignore_index: int, vocab: int) -> Tensor:
+    """`_columns`, once every target is known to be in bounds; on a device, without a host sync."""
+    column = _columns(target, ignore_index)
+    wrong = (target != ignore_index) & ((target < 0) | (target >= vocab))
+    if target.device.type != "cpu":
+        torch._assert_async(~wrong.any(), f"a target is out of bounds, expected 0 <= target < {vocab}")
+    elif wrong.any():
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds. Expected 0 <= target < {vocab}.")
+    return column
+
+
+def _coefficients(
+    column: Tensor, grad_log_prob: Tensor | None, grad_lse: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(on_target, on_all) [C] with dz = on_all * p + on_target * onehot(target); a row without a target takes nothing
+    from its log-probability, whatever its gradient is.
+    """
+    if grad_log_prob is None:
+        on_target = torch.zeros(column.shape, dtype=dtype, device=column.device)
+    else:
+        on_target = torch.where(column < 0, 0.0, grad_log_prob.to(dtype))
+    return on_target, -on_target if grad_lse is None else grad_lse.to(dtype) - on_target
 
 
 def _work(out: Tensor, dtype: torch.dtype) -> Tensor:

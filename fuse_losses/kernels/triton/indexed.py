@@ -17,9 +17,21 @@ TEMPORARIES = False  # the functions make no tensor of [C, V]
 
 
 @triton.jit
+def _column(target_ptr, row, vocab, ignore_index, CHECKED: tl.constexpr):
+    """The target of the row, -1 where it is `ignore_index`. Without another launch, and without a host sync, one out of
+    bounds trips a device assert.
+    """
+    target = tl.load(target_ptr + row).to(tl.int64)
+    kept = target != ignore_index
+    if CHECKED:
+        inside = (target >= 0) & (target < vocab)
+        tl.device_assert(inside | (target == ignore_index), "a target is out of bounds: expected 0 <= target < vocab")
+    return tl.where(kept, target, -1)
+
+
+@triton.jit
 def _picked_logit(row_ptr, column, vocab, col_stride, inner, outer, SQUASH: tl.constexpr):
-    # an out-of-range column trips the caller's device assert, which may come later: never read outside the
-    # row
+    # an out-of-range column has tripped the assert, which may stop the device later: never read outside the row
     inside = (column >= 0) & (column < vocab)
     u = tl.load(row_ptr + column * col_stride, mask=inside, other=float("nan")).to(tl.float32)
     return SQUASH(u, inner, outer)
@@ -73,13 +85,13 @@ def _zero_row(out_ptr, vocab, out_col_stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def indexed_fwd_kernel(
-    logits_ptr, column_ptr, log_prob_ptr, row_max_ptr, log_sum_ptr, vocab, row_stride, col_stride, inner,
-    outer,
+    logits_ptr, target_ptr, ignore_index, log_prob_ptr, row_max_ptr, log_sum_ptr, vocab, row_stride, col_stride,
+    inner, outer,
     SQUASH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # row * row_stride passes 2^31
     row_ptr = logits_ptr + row * row_stride
-    column = tl.load(column_ptr + row)
+    column = _column(target_ptr, row, vocab, ignore_index, True)
     picked = _picked_logit(row_ptr, column, vocab, col_stride, inner, outer, SQUASH)
     top, log_sum = row_statistics(row_ptr, vocab, col_stride, inner, outer, SQUASH, BLOCK)
     tl.store(row_max_ptr + row, top)
@@ -89,35 +101,38 @@ def indexed_fwd_kernel(
 
 @triton.jit
 def indexed_bwd_kernel(
-    logits_ptr, column_ptr, on_target_ptr, on_all_ptr, row_max_ptr, log_sum_ptr, out_ptr, vocab,
-    row_stride, col_stride, out_row_stride, out_col_stride, inner, outer,
+    logits_ptr, target_ptr, ignore_index, grad_log_prob_ptr, grad_log_prob_stride, grad_lse_ptr, grad_lse_stride,
+    row_max_ptr, log_sum_ptr, out_ptr, vocab, row_stride, col_stride, out_row_stride, out_col_stride, inner, outer,
     SQUASH: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     out_row_ptr = out_ptr + row * out_row_stride
-    on_target = tl.load(on_target_ptr + row)
-    on_all = tl.load(on_all_ptr + row)
+    column = _column(target_ptr, row, vocab, ignore_index, False)
+    on_target = tl.zeros((), tl.float32)
+    if grad_log_prob_ptr is not None:
+        on_target = tl.where(column < 0, 0.0, tl.load(grad_log_prob_ptr + row * grad_log_prob_stride).to(tl.float32))
+    on_all = -on_target
+    if grad_lse_ptr is not None:
+        on_all += tl.load(grad_lse_ptr + row * grad_lse_stride).to(tl.float32)
     if (on_target == 0.0) & (on_all == 0.0):
         _zero_row(out_row_ptr, vocab, out_col_stride, BLOCK)
     else:
         _gradient_row(
-            logits_ptr + row * row_stride, out_row_ptr, tl.load(column_ptr + row), on_target, on_all,
-            tl.load(row_max_ptr + row), tl.load(log_sum_ptr + row), vocab, col_stride, out_col_stride, inner,
-            outer,
-            SQUASH, SLOPE, BLOCK,
+            logits_ptr + row * row_stride, out_row_ptr, column, on_target, on_all, tl.load(row_max_ptr + row),
+            tl.load(log_sum_ptr + row), vocab, col_stride, out_col_stride, inner, outer, SQUASH, SLOPE, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def indexed_fwd_bwd_kernel(
-    logits_ptr, column_ptr, weight_ptr, log_prob_ptr, out_ptr, vocab,
+    logits_ptr, target_ptr, ignore_index, weight_ptr, log_prob_ptr, out_ptr, vocab,
     row_stride, col_stride, out_row_stride, out_col_stride, inner, outer,
     SQUASH: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     out_row_ptr = out_ptr + row * out_row_stride
-    column = tl.load(column_ptr + row)
+    column = _column(target_ptr, row, vocab, ignore_index, True)
     if column < 0:  # the row is never read
         tl.store(log_prob_ptr + row, 0.0)
         _zero_row(out_row_ptr, vocab, out_col_stride, BLOCK)
@@ -138,54 +153,70 @@ def indexed_fwd_bwd_kernel(
 
 
 def indexed_fwd(
-    logits: Tensor, column: Tensor, squash: Squash, log_prob: Tensor, row_max: Tensor, log_sum: Tensor
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    squash: Squash,
+    log_prob: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
 ) -> None:
-    """Write `row_max`, `log_sum = log(sum(exp(z - row_max)))` and `log_prob = z[column] - lse` (0 without a
-    column).
-    """
-    rows, vocab = logits.shape
-    block = block_size(vocab)
+    """Write `row_max`, `log_sum = log(sum(exp(z - row_max)))` and `log_prob = z[target] - lse` (0 without one)."""
     with torch.cuda.device_of(logits):
-        indexed_fwd_kernel[(rows,)](
-            logits, column, log_prob, row_max, log_sum, vocab, *logits.stride(), squash.inner, squash.outer,
-            SQUASH=SQUASHES[squash.name][0], BLOCK=block, num_warps=num_warps(block, logits.device),
+        indexed_fwd_kernel[(logits.shape[0],)](
+            logits, target.contiguous(), ignore_index, log_prob, row_max, log_sum, logits.shape[1], *logits.stride(),
+            squash.inner, squash.outer, SQUASH=SQUASHES[squash.name][0], **_tile(logits), **_ASSERTING,
         )  # fmt: skip
 
 
 def indexed_bwd(
     logits: Tensor,
-    column: Tensor,
-    on_target: Tensor,
-    on_all: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    grad_log_prob: Tensor | None,
+    grad_lse: Tensor | None,
     row_max: Tensor,
     log_sum: Tensor,
     squash: Squash,
     out: Tensor,
 ) -> None:
-    """Write `(on_all * p + on_target * onehot(column)) * dz/du` to `out`; the statistics are `indexed_fwd`'s."""
-    rows, vocab = logits.shape
-    block = block_size(vocab)
+    """Write to `out` the gradient that comes from those of log_prob and lse; the statistics are `indexed_fwd`'s."""
     function, slope = SQUASHES[squash.name]
     with torch.cuda.device_of(logits):
-        indexed_bwd_kernel[(rows,)](
-            logits, column, on_target, on_all, row_max, log_sum, out, vocab, *logits.stride(), *out.stride(),
-            squash.inner, squash.outer,
-            SQUASH=function, SLOPE=slope, BLOCK=block, num_warps=num_warps(block, logits.device),
+        indexed_bwd_kernel[(logits.shape[0],)](
+            logits, target.contiguous(), ignore_index, *_strided(grad_log_prob), *_strided(grad_lse), row_max, log_sum,
+            out, logits.shape[1], *logits.stride(), *out.stride(), squash.inner, squash.outer,
+            SQUASH=function, SLOPE=slope, **_tile(logits),
         )  # fmt: skip
 
 
 def indexed_fwd_bwd(
-    logits: Tensor, column: Tensor, weight: Tensor, squash: Squash, log_prob: Tensor, out: Tensor
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    weight: Tensor,
+    squash: Squash,
+    log_prob: Tensor,
+    out: Tensor,
 ) -> None:
-    """Write `log_prob` and the gradient of `weight * -log_prob` in one visit; `weight` is 0 where there is no
-    column.
-    """
-    rows, vocab = logits.shape
-    block = block_size(vocab)
+    """Write `log_prob` and the gradient of `weight * -log_prob` in one visit."""
     function, slope = SQUASHES[squash.name]
     with torch.cuda.device_of(logits):
-        indexed_fwd_bwd_kernel[(rows,)](
-            logits, column, weight, log_prob, out, vocab, *logits.stride(), *out.stride(), squash.inner,
-            squash.outer,
-            SQUASH=function, SLOPE=slope, BLOCK=block, num_warps=num_warps(block, logits.device),
+        indexed_fwd_bwd_kernel[(logits.shape[0],)](
+            logits, target.contiguous(), ignore_index, weight, log_prob, out, logits.shape[1], *logits.stride(),
+            *out.stride(), squash.inner, squash.outer, SQUASH=function, SLOPE=slope, **_tile(logits), **_ASSERTING,
         )  # fmt: skip
+
+
+# Triton leaves asserts out unless told otherwise, and would then guard every integer against overflow too
+_ASSERTING = {"debug": True, "sanitize_overflow": False}
+
+
+def _tile(logits: Tensor) -> dict[str, int]:
+    block = block_size(logits.shape[1])
+    return {"BLOCK": block, "num_warps": num_warps(block, logits.device)}
+
+
+def _strided(values: Tensor | None) -> tuple[Tensor | None, int]:
+    """Per-row values as a kernel reads them; those of an expanded gradient are one element."""
+    return values, 0 if values is None else values.stride(0)
