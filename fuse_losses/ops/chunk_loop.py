@@ -55,6 +55,11 @@ def parts(rows: int, chunk_rows: int) -> Iterator[slice]:
         yield slice(start, min(start + chunk_rows, rows))
 
 
+def cut(tensor: Tensor, part: slice) -> Tensor:
+    """Some rows of a tensor; where they are all, the tensor: a view of it would only cost the host time."""
+    return tensor if part.stop - part.start == tensor.shape[0] else tensor[part]
+
+
 def chunk_buffer(x: Tensor, vocab: int, chunk_rows: int, dtype: torch.dtype) -> Tensor:
     """Uninitialised [min(N, chunk_rows), V or more], rows of x; the columns behind V are padding."""
     # rows that start at a multiple of 128 bytes keep loads vectorised for an odd vocabulary

@@ -29,8 +29,8 @@ class _Divergence(torch.autograd.Function):
         forbid_double_backward()
         if grad is None:
             return (None,) * 9
-        grads = paired_bwd(grad, *ctx.saved_tensors, *ctx.how, list(ctx.needs))
-        return *[g if need else None for g, need in zip(grads, ctx.needs, strict=True)], None, None, None
+        grads = iter(paired_bwd(grad, *ctx.saved_tensors, *ctx.how, list(ctx.needs)))
+        return *[next(grads) if need else None for need in ctx.needs], None, None, None
 
 
 def check(tensors: tuple[Tensor | None, ...], how: How, accumulate: str) -> None:

@@ -36,8 +36,8 @@ class _DivergenceSum(torch.autograd.Function):
         _, *grads = output
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*grads)
-        ctx.save_for_backward(row_weight, *[g if need else None for g, need in zip(grads, needs, strict=True)])
-        ctx.dtypes = [None if t is None else t.dtype for t in tensors]
+        ctx.save_for_backward(row_weight, *grads)
+        ctx.needed = [t.dtype if need else None for t, need in zip(tensors, needs, strict=True)]
         ctx.rows = tensors[0].shape[0]
 
     @staticmethod
@@ -51,9 +51,10 @@ class _DivergenceSum(torch.autograd.Function):
         by_row = grad.unsqueeze(0) if row_weight is None else torch.where(taken, grad, 0.0)
         whole = torch.where(taken.any(), grad, 0.0).unsqueeze(0)
         factors = (by_row.unsqueeze(1), whole, whole) * 2
+        waiting = iter(saved)
         grads = [
-            None if g is None else scaled(g, factor, dtype)
-            for g, factor, dtype in zip(saved, factors, ctx.dtypes, strict=True)
+            None if dtype is None else scaled(next(waiting), factor, dtype)
+            for factor, dtype in zip(factors, ctx.needed, strict=True)
         ]
         return *grads, None, None, None, None
 

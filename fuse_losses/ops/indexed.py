@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fuse_losses.kernels.squash import Squash
-from fuse_losses.ops.chunk_loop import Needs, Projection, forward_loop, gradient_loop, parts, rows_per_chunk
+from fuse_losses.ops.chunk_loop import Needs, Projection, cut, forward_loop, gradient_loop, parts, rows_per_chunk
 from fuse_losses.ops.dispatch import indexed_kernels
 from fuse_losses.ops.gemm import statistics_dtype
 from fuse_losses.ops.inner import inner_operator, no_autocast
@@ -225,10 +225,11 @@ def given_bwd(
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     with no_autocast(logits):
         for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
-            above = [None if grad is None else grad[part] for grad in (grad_log_prob, grad_lse)]
+            above = [None if grad is None else cut(grad, part) for grad in (grad_log_prob, grad_lse)]
+            of_rows = cut(row_max, part), cut(log_sum, part)
             kernels.indexed_bwd(
-                logits[part], target[part], ignore_index, *above, row_max[part], log_sum[part], how, out[part]
-            )
+                cut(logits, part), cut(target, part), ignore_index, *above, *of_rows, how, cut(out, part)
+            )  # fmt: skip
     return out
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fuse_losses.kernels.side import Side
 from fuse_losses.kernels.squash import Squash
 from fuse_losses.losses import page
-from fuse_losses.ops.chunk_loop import chunk_buffer, parts, rows_per_chunk
+from fuse_losses.ops.chunk_loop import chunk_buffer, cut, parts, rows_per_chunk
 from fuse_losses.ops.dispatch import paired_kernels
 from fuse_losses.ops.gemm import BiasGradient, WeightGradient, mm_into, statistics_dtype
 from fuse_losses.ops.indexed import row_gain, saved_dtypes
@@ -89,7 +89,7 @@ class _Rows:
     def read(self, part: slice) -> Side:
         """The values of some rows [C, V]."""
         if self.weight is None or self._memory is None:
-            return Side(self.tensor[part], self._form, self._squash)
+            return Side(cut(self.tensor, part), self._form, self._squash)
         out = self._memory[: part.stop - part.start, : self.weight.shape[0]]
         mm_into(out, self.tensor[part], self.weight.t())
         if self.bias is not None:
@@ -103,7 +103,7 @@ class _Rows:
         if not any(self._needs):
             return None
         if self.weight is None or self._memory is None:
-            return None if self._grad is None else self._grad[part]
+            return None if self._grad is None else cut(self._grad, part)
         memory = self._memory.view(self.tensor.dtype)
         return memory[: part.stop - part.start, : self.weight.shape[0]]
 
@@ -119,18 +119,19 @@ class _Rows:
             self._bias_sum.add(du)
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of tensor, weight and bias; [0] for those that are not needed."""
-        dtype, bias_dtype = self._dtypes
-        return [
-            self.tensor.new_empty(0, dtype=dtype) if self._grad is None else self._grad,
-            self.tensor.new_empty(0, dtype=dtype) if self._weight_sum is None else self._weight_sum.result(),
-            self.tensor.new_empty(0, dtype=bias_dtype) if self._bias_sum is None else self._bias_sum.result(),
-        ]
+        """Gradients of tensor, weight and bias; only those that are needed."""
+        sums = [each.result() for each in (self._weight_sum, self._bias_sum) if each is not None]
+        return sums if self._grad is None else [self._grad, *sums]
 
 
 def values_dtype(p: Tensor, q: Tensor) -> torch.dtype:
     """Dtype of the per-row values of two sides."""
-    return torch.promote_types(statistics_dtype(p.dtype), statistics_dtype(q.dtype))
+    return torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
+
+
+def _cut(statistics: Tensor, part: slice) -> Tensor:
+    """The statistics [6, C] of some rows."""
+    return statistics if part.stop - part.start == statistics.shape[1] else statistics[:, part]
 
 
 class _Loop:
@@ -168,12 +169,12 @@ class _Loop:
         """Write the divergence of every row to `d`, and its gradients times `weight`, which is contiguous."""
         self.visit(
             lambda part, p, q, p_out, q_out: self.kernels.paired_fwd_bwd(
-                p, q, self.divergence, self.k, weight[part], d[part], p_out, q_out
+                p, q, self.divergence, self.k, cut(weight, part), cut(d, part), p_out, q_out
             )
         )
 
     def gradients(self) -> list[Tensor]:
-        """The six gradients."""
+        """Those of the six gradients that are needed."""
         return [*self.p.gradients(), *self.q.gradients()]
 
     def visit(self, kernel) -> None:
@@ -197,7 +198,7 @@ def paired_fwd(*args):
         needed = (any(needs[:3]), any(needs[3:]))
         for part in parts(loop.rows, loop.chunk_rows):
             p, q = loop.p.read(part), loop.q.read(part)
-            loop.kernels.paired_fwd(p, q, loop.divergence, loop.k, d[part], statistics[:, part], needed)
+            loop.kernels.paired_fwd(p, q, loop.divergence, loop.k, cut(d, part), _cut(statistics, part), needed)
     return d, statistics
 
 
@@ -209,7 +210,7 @@ def _(*args):
 
 @inner_operator(f"(Tensor grad, Tensor statistics, {TENSORS}, {HOW}, str accumulate, bool[] needs) -> Tensor[]")
 def paired_bwd(grad, statistics, *args):
-    """Gradients of the six tensors ([0] for those that need none) from that of the divergence [N]."""
+    """Gradients of those of the six tensors that need one, from that of the divergence [N]."""
     tensors, how, (accumulate, needs) = args[:6], How(*args[6:-2]), args[-2:]
     with no_autocast(args[0]):
         loop = _Loop(tensors, how)
@@ -218,7 +219,7 @@ def paired_bwd(grad, statistics, *args):
 
         def kernel(part, p, q, p_out, q_out) -> None:
             loop.kernels.paired_bwd(
-                p, q, loop.divergence, loop.k, weight[part], statistics[:, part], p_out, q_out
+                p, q, loop.divergence, loop.k, cut(weight, part), _cut(statistics, part), p_out, q_out
             )  # fmt: skip
 
         loop.visit(kernel)
@@ -232,8 +233,8 @@ def _(grad, statistics, *args):
 
 @inner_operator(f"({TENSORS}, Tensor? row_weight, {HOW}, str accumulate, bool[] needs) -> Tensor[]")
 def paired_fwd_grad(*args):
-    """The divergence [N], 0 where the row's weight is 0, and the gradients of `sum(row_weight * divergence)` for the
-    six tensors ([0] for those that need none).
+    """The divergence [N], 0 where the row's weight is 0, and the gradients of `sum(row_weight * divergence)` for those
+    of the six tensors that need one.
 
     float16 gradients come back in float32 (unscaled, they leave float16's range), a bias's always do.
     """
@@ -300,10 +301,10 @@ def _fake_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool], wai
     for (x, weight, bias), need in ((tensors[:3], needs[:3]), (tensors[3:], needs[3:])):
         assert x is not None
         dtype, bias_dtype = saved_dtypes(x.dtype) if waiting else (x.dtype, x.dtype)
-        if weight is None:  # given: a gradient of its own, whatever its strides
-            grads += [x.new_empty(x.shape if need[0] else 0, dtype=dtype), x.new_empty(0, dtype=dtype)]
-        else:
-            for tensor, needed in ((x, need[0]), (weight, need[1])):
-                grads.append(torch.empty_like(tensor, dtype=dtype) if needed else x.new_empty(0, dtype=dtype))
-        grads.append(x.new_empty(bias.shape if bias is not None and need[2] else 0, dtype=bias_dtype))
+        if need[0]:  # given: a gradient of its own, whatever its strides
+            grads.append(x.new_empty(x.shape, dtype=dtype) if weight is None else torch.empty_like(x, dtype=dtype))
+        if need[1] and weight is not None:
+            grads.append(torch.empty_like(weight, dtype=dtype))
+        if need[2] and bias is not None:
+            grads.append(x.new_empty(bias.shape, dtype=bias_dtype))
     return grads
