@@ -19,7 +19,7 @@ from fuse_losses.kernels.triton.tile import block_size, load_logits
 from fuse_losses.losses.divergence import Divergence
 
 TEMPORARIES = False  # the functions make no tensor of [C, V]
-_LARGEST_BLOCK, _PER_LANE = 2048, 8  # two sides and what is computed of them live in registers
+_LARGEST_BLOCK, _PER_LANE = 2048, 4  # two sides and what is computed of them live in registers
 _LOWEST = tl.constexpr(-3.0e38)  # below all logits but -inf, and not -inf itself: differences with it are no NaN
 
 
