@@ -42,7 +42,7 @@ NORMALISERS = LOG_NORMALISERS | {F.softmax, torch.softmax, "softmax"}
 # Losses between distributions that may be given as they are; what is only a distance may be no loss of classes at all.
 DIVERGENCES = {F.kl_div, torch.kl_div}
 DISTANCES = {torch.abs, "abs", F.l1_loss, torch.norm, torch.functional.norm, "norm", torch.linalg.vector_norm}
-EXP, SUM = {torch.exp, "exp"}, {torch.sum, "sum"}
+EXP, SUM, LOG = {torch.exp, "exp"}, {torch.sum, "sum"}, {torch.log, "log"}
 # all but a softmax, which anything may take
 LOSSES_OF_LOGITS = HARD_LOSSES | LOG_NORMALISERS | DIVERGENCES | DISTANCES | SUM
 # What stands between distributions that are given and their divergence.
@@ -53,6 +53,16 @@ ELEMENTWISE = {
     *("view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze", "detach", "clone", "masked_fill"),
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.getitem),
 }
+# What a teacher goes through before it is compared with the logits, class by class.
+PREPARATIONS = ELEMENTWISE | {
+    *(
+        getattr(torch, n)
+        for n in ("abs", "sign", "sigmoid", "tanh", "sqrt", "rsqrt", "square", "pow", "log1p", "expm1")
+    ),
+    *("abs", "sign", "sigmoid", "tanh", "sqrt", "rsqrt", "square", "pow", "log1p", "expm1", "bfloat16", "half"),
+    operator.pow,
+}
+TRANSPOSES = {torch.t, torch.transpose, torch.permute, "t", "transpose", "permute", getattr}  # getattr: x.T, x.mT
 # Losses that need no normaliser, and what a normaliser written by hand is made of: found behind a wide product only.
 WIDE_LOSSES = {F.multi_margin_loss, F.binary_cross_entropy_with_logits}
 # Walking back from a loss never crosses these: what is behind them is the body of the model.
@@ -78,6 +88,8 @@ RANDOM = {
 }
 CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
+# An order of the graph without edges: whether gradients are recorded, and in which dtype.
+MODES = {torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast}
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 

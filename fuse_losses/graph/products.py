@@ -181,8 +181,10 @@ def find_anchors(graph: fx.Graph) -> list[Anchor]:
             products = _of_its_classes(loss, list(_walk_back(loss))) or list(_given_to(loss))
         else:
             classes = _classes_by_hand(loss)
-            wide = () if classes is None else filter(_is_as_wide_as_a_head, _walk_back(loss))
-            products = [p for p in wide if same(p.vocab, classes)]
+            products = [] if classes is None else [p for p in _walk_back(loss) if same(p.vocab, classes)]
+            wide = [p for p in products if _is_as_wide_as_a_head(p)]
+            quiet = not wide and _is_logged(loss)
+            products = products if quiet else wide
         for product in products:
             if product.given and not calls.is_call(loss, calls.LOSSES_OF_LOGITS):
                 teachers.append(Anchor(product, loss, hard))
@@ -210,6 +212,13 @@ def _classes_by_hand(node: fx.Node) -> Any:
             if source is node and len(dims) == 1 and isinstance(dims[0], int):
                 return value(node).shape[dims[0]]
     return None
+
+
+def _is_logged(exp: fx.Node) -> bool:
+    """Whether the logarithm of a sum of the exponentials is taken."""
+    return calls.is_call(exp, calls.EXP) and any(
+        calls.is_call(total, calls.SUM) and any(calls.is_call(u, calls.LOG) for u in total.users) for total in exp.users
+    )
 
 
 def _is_as_wide_as_a_head(product: Product) -> bool:

@@ -58,6 +58,7 @@ UNARY = (
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
+    aten.empty_like.default,
 )
 BROADCAST = (
     aten.masked_fill.Tensor,
@@ -87,6 +88,8 @@ REDUCE = (
     aten.kthvalue.default,
     aten.var.correction,
     aten.std.correction,
+    aten.var_mean.correction,
+    aten.std_mean.correction,
     aten.linalg_vector_norm.default,
 )
 SUMS = (aten.sum.default, aten.mean.default, aten.sum.dim_IntList, aten.mean.dim)

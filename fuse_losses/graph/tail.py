@@ -6,10 +6,11 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._decomp import get_decompositions
 from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
@@ -20,6 +21,7 @@ from fuse_losses.graph.transforms import of_transform
 from fuse_losses.head.sizes import hint, same
 from fuse_losses.report.decline import Declined
 
+aten = torch.ops.aten
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 MAX_TAIL = 4000  # losses are short, but row loops unroll; what is longer is the body of a model behind a false head
 
@@ -78,15 +80,15 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
 
     def run(*args: Any) -> list[torch.Tensor]:
         opaque.clear()
-        env = dict(zip(inputs, args, strict=True))
-        with fake_mode:  # for what reads no tensor (arange)
-            made = _execute(gm, inside, env, opaque)
+        made = _execute(gm, inside, dict(zip(inputs, args, strict=True)), opaque)
         kept[:] = [n for n in made if n in tail_nodes]
         return [made[n] for n in kept]
 
-    traced = make_fx(torch.func.functionalize(run), PARTS, tracing_mode="real")(*values)
-    traced.graph.eliminate_dead_code()  # what an operation that failed left behind has no value
-    _write_out_numbers(traced)
+    traced = _functional(run, values, fake_mode)
+    if any(map(_writes, traced.graph.nodes)):  # composite operations that write in place inside (quantile), taken apart
+        traced = _functional(traced, values, fake_mode)
+        if still := [str(n.target) for n in traced.graph.nodes if _writes(n)]:
+            raise Declined("opaque", f"{still[0]} writes in place", calls.user_line(made[0]))
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     output = next(n for n in traced.graph.nodes if n.op == "output")
     outputs = output.args[0]
@@ -101,13 +103,32 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
     )
 
 
+def _functional(function: Callable[..., Any], values: Sequence[Any], fake_mode: Any) -> fx.GraphModule:
+    def run(*args: Any) -> Any:
+        with fake_mode:  # for what reads no tensor (arange)
+            return function(*args)
+
+    traced = make_fx(torch.func.functionalize(run), PARTS, tracing_mode="real")(*values)
+    traced.graph.eliminate_dead_code()  # what an operation that failed left behind has no value
+    _write_out_numbers(traced)
+    traced.recompile()
+    return traced
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether the node writes in place; at the end, functionalize puts what became of an input back into it."""
+    schema = getattr(node.target, "_schema", None)
+    put_back = node.target is aten.copy_.default and cast(fx.Node, node.args[0]).op == "placeholder"
+    return schema is not None and schema.is_mutable and not put_back
+
+
 def _write_out_numbers(traced: fx.GraphModule) -> None:
     """Tensors made of Python numbers (`z[..., V:] = -1e9`, `z[..., [1, 5]]`) become calls that make them."""
     for node in traced.graph.find_nodes(op="get_attr"):
         constant = getattr(traced, str(node.target))
         if type(constant) is not torch.Tensor or constant.numel() > MAX_NUMBERS:
             continue
-        make = torch.tensor if constant.dim() else torch.ops.aten.scalar_tensor.default
+        make = torch.tensor if constant.dim() else aten.scalar_tensor.default
         how = {"dtype": constant.dtype, "device": constant.device}
         with traced.graph.inserting_before(node):
             made = traced.graph.call_function(make, (constant.tolist(),), how)
@@ -125,59 +146,29 @@ def _split(x: torch.Tensor, size: Any, dim: int = 0) -> Any:
     if not isinstance(whole, int) and not same((whole + size - 1) // size, parts):
         return NotImplemented  # of symbolic sizes, the number of parts is a condition of the graph, or is not known
     ends = [*(i * size for i in range(1, parts)), whole]
-    return [torch.ops.aten.slice.Tensor(x, dim, i * size, end) for i, end in enumerate(ends)]
+    return [aten.slice.Tensor(x, dim, i * size, end) for i, end in enumerate(ends)]
 
 
 def _split_with_sizes(x: torch.Tensor, split_sizes: Sequence[Any], dim: int = 0) -> Any:
     ends = list(itertools.accumulate(split_sizes))
-    return [torch.ops.aten.slice.Tensor(x, dim, e - n, e) for n, e in zip(split_sizes, ends, strict=True)]
+    return [aten.slice.Tensor(x, dim, e - n, e) for n, e in zip(split_sizes, ends, strict=True)]
 
 
 def _unbind(x: torch.Tensor, dim: int = 0) -> Any:
     whole = x.shape[dim]
     if not isinstance(whole, int):
         return NotImplemented
-    return [torch.ops.aten.select.int(x, dim, i) for i in range(whole)]
+    return [aten.select.int(x, dim, i) for i in range(whole)]
 
 
-def _multi_margin_loss(
-    x: torch.Tensor,
-    target: torch.Tensor,
-    p: Any = 1,
-    margin: Any = 1,
-    weight: torch.Tensor | None = None,
-    reduction: int = 1,
-) -> Any:
-    """The mean over classes j != y of max(0, margin - z_y + z_j)^p, as F.multi_margin_loss documents it."""
-    if x.dim() != 2:
+def _number(x: torch.Tensor, size: Sequence[Any], fill_value: Any = 0, **how: Any) -> Any:
+    """A number that takes its dtype and device from the logits, and nothing else."""
+    if size:
         return NotImplemented
-    index = target.unsqueeze(1)
-    short = (margin - x.gather(1, index) + x).clamp_min(0)
-    loss = (short if p == 1 else short * short).scatter(1, index, 0.0).mean(1)
-    return _reduced(loss if weight is None else loss * weight[target], reduction)
-
-
-def _binary_cross_entropy_with_logits(
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    pos_weight: torch.Tensor | None = None,
-    reduction: int = 1,
-) -> Any:
-    """(1 - t) z - log sigmoid(z), the second term times 1 + (pos_weight - 1) t."""
-    minus_log = (-x).clamp_min(0) + (-x.abs()).exp().log1p()
-    if pos_weight is not None:
-        minus_log = minus_log * ((pos_weight - 1) * target + 1)
-    loss = (1 - target) * x + minus_log
-    return _reduced(loss if weight is None else loss * weight, reduction)
-
-
-def _reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
-    return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
+    return aten.full.default([], fill_value, dtype=how.get("dtype") or x.dtype, device=how.get("device") or x.device)
 
 
 def _pad(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> Any:
-    aten = torch.ops.aten
     for i in range(0, len(pad), 2):
         dim = x.dim() - 1 - i // 2
         if any(isinstance(n, int) and n < 0 for n in pad[i : i + 2]):
@@ -193,15 +184,23 @@ def _pad(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> Any:
 
 
 # What splits a tensor is retraced as slices of it, so that the rows of each part are known; what pads it joins it with
-# constants (and is spared a fake kernel that takes no symbolic sizes); losses, as what they say.
-PARTS = {
-    torch.ops.aten.constant_pad_nd.default: _pad,
-    torch.ops.aten.split.Tensor: _split,
-    torch.ops.aten.split_with_sizes.default: _split_with_sizes,
-    torch.ops.aten.unbind.int: _unbind,
-    torch.ops.aten.multi_margin_loss.default: _multi_margin_loss,
-    torch.ops.aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
+# constants (and is spared a fake kernel that takes no symbolic sizes); a number is no dependent.
+PARTS: dict[Any, Callable[..., Any]] = {
+    aten.constant_pad_nd.default: _pad,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.unbind.int: _unbind,
+    aten.new_full.default: _number,
+    aten.new_zeros.default: _number,
 }
+# What is made of operations whose rows are known is retraced as those, in PyTorch's own words.
+PARTS |= get_decompositions(
+    [
+        *(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss, aten.multi_margin_loss),
+        *(aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits, aten.log_sigmoid_forward),
+        *(aten.glu, aten.hardswish, aten.norm, aten.aminmax, aten.count_nonzero, aten.nansum),
+    ]
+)
 
 
 def dependents(graph: fx.Graph, roots: Sequence[fx.Node]) -> list[fx.Node]:
@@ -244,7 +243,7 @@ def _teachers(
     """
     taken, found = set(nodes), set[fx.Node]()
     for node in reversed(graph.nodes):
-        if not is_tensor(node) or node in taken or not calls.is_call(node, calls.ELEMENTWISE):
+        if not is_tensor(node) or node in taken or not calls.is_call(node, calls.PREPARATIONS):
             continue
         held, tensors = node.meta["example_value"], [a for a in node.all_input_nodes if is_tensor(a)]
         wide = held.dim() > 1 and any(same(held.shape[-1], p.vocab) for p in products)
@@ -258,8 +257,8 @@ def _teachers(
 
 def _is_column(node: fx.Node) -> bool:
     """True for one of the indices that a mask stands for: the retrace sees that they belong together."""
-    source = node.args[0] if node.target is torch.ops.aten.select.int else None
-    return isinstance(source, fx.Node) and source.target is torch.ops.aten.nonzero.default
+    source = node.args[0] if node.target is aten.select.int else None
+    return isinstance(source, fx.Node) and source.target is aten.nonzero.default
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch import fx
 
 from fuse_losses.head.algebra import LogProb, LogSumExp, NllLoss, RowStep, Selected
 from fuse_losses.head.picks import pick_of
-from fuse_losses.head.sizes import dim_of, product, same, sizes
+from fuse_losses.head.sizes import dim_of, product, same, shape_of, sizes
 from fuse_losses.head.values import Lift, Lifted, Unlifted, Wide, is_own_lse, rule
 
 aten = torch.ops.aten
@@ -128,8 +128,8 @@ def _minus_lse(state: Lift, node: fx.Node) -> Lifted:
     """z - logsumexp(z, keepdim=True) is log_softmax."""
     left, right = node.args[0], node.args[1]
     wide = state.wide(left)
-    full = wide is not None and wide.form == "logits" and len(sizes(right)) == len(sizes(left)) and not node.kwargs
-    if wide is not None and full and is_own_lse(state, wide, right):
+    tensors = isinstance(right, fx.Node) and len(shape_of(right)) == len(sizes(node)) and not node.kwargs
+    if wide is not None and wide.form == "logits" and tensors and is_own_lse(state, wide, right):
         return replace(wide, form="log_probs")
     return Unlifted("something other than their own logsumexp is subtracted", node)
 

@@ -134,6 +134,11 @@ class ChunkGraph:
         return [n for n in found if isinstance(n, fx.Node)]
 
     @property
+    def operands(self) -> list[fx.Node]:
+        """The Dynamo nodes that its products are made of."""
+        return [n for s in self.rows if isinstance(s.source, Product) for n in s.source.operands]
+
+    @property
     def row_set(self) -> Any:
         """Which rows these are, of each product: graphs that have one in common can share a loop."""
         found: set[tuple[fx.Node, Steps]] = set()

@@ -29,7 +29,7 @@ class Loop:
 
     @property
     def leaves(self) -> list[fx.Node]:
-        return [n for part in self.exits for n in leaves_of(part, self.build.reads)]
+        return [*self.build.operands, *(n for part in self.exits for n in leaves_of(part, self.build.reads))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ def loops(slices: Sequence[ExitSlice], graph: fx.Graph) -> list[Run]:
             for i, loop in enumerate(found):
                 first = loop.exits[0]
                 alike = first.differentiable == part.differentiable and bool(loop.build.row_set & build.row_set)
-                if alike and schedule.ready(first, part, leaves_of(part, build.reads)):
+                if alike and schedule.ready(first, part, [*build.operands, *leaves_of(part, build.reads)]):
                     loop.build.add_output(node)
                     found[i] = Loop(loop.build, (*loop.exits, part))
                     break

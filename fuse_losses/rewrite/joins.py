@@ -6,6 +6,7 @@ that the others read is there by then, or can be.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,10 +26,12 @@ class Schedule:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.order: dict[fx.Node, float] = {n: i for i, n in enumerate(graph.nodes)}
+        changes = itertools.accumulate(calls.is_call(n, calls.MODES) for n in graph.nodes)
+        self.modes = dict(zip(graph.nodes, changes, strict=True))  # equal where no mode changes in between
         self.writes = [(self.order[n], storage(t)) for n in graph.nodes for t in calls.writes_to(n) if is_tensor(t)]
 
     def ready(self, first: ExitSlice, part: ExitSlice, leaves: Iterable[fx.Node]) -> bool:
-        """True if `leaves`, which `part` reads, can be read at `first` already; moves indices there."""
+        """True if `leaves`, which `part` reads, can be read at `first` already; moves there what is made in between."""
         start, end = self.order[first.exit], self.order[part.exit]
         moved: list[fx.Node] = []
         stack, seen = list(leaves), set[fx.Node]()
@@ -40,23 +43,28 @@ class Schedule:
             if is_tensor(node) and any(start < at < end and to == storage(node) for at, to in self.writes):
                 return False
             if self.order[node] >= start:
-                if not _movable(node):
+                if not _movable(node, self.modes[node] == self.modes[first.exit]):
                     return False
                 moved.append(node)
                 stack.extend(node.all_input_nodes)
         for node in sorted(moved, key=self.order.__getitem__):
             first.exit.prepend(node)
         self.order.update(dict.fromkeys(moved, start - 0.5))
+        self.modes.update(dict.fromkeys(moved, self.modes[first.exit]))
         return True
 
 
-def _movable(node: fx.Node) -> bool:
-    """An operation on indices: neither autocast nor gradients change it, wherever it stands."""
+def _movable(node: fx.Node, same_modes: bool) -> bool:
+    """Whether the node may stand elsewhere: an operation on indices anywhere, what prepares a teacher or a weight in
+    its own modes.
+    """
     if node.op not in ("call_function", "call_method") or calls.writes_to(node) or calls.is_call(node, calls.RANDOM):
         return False
     held = node.meta.get("example_value")
     values = held if isinstance(held, (tuple, list)) else [held]
-    return all(isinstance(v, torch.Tensor) and not v.is_floating_point() for v in values)
+    if all(isinstance(v, torch.Tensor) and not v.is_floating_point() for v in values):
+        return True  # neither autocast nor gradients change it
+    return same_modes and calls.is_call(node, calls.PREPARATIONS | calls.NORMALISERS | calls.TRANSPOSES)
 
 
 def leaves_of(part: ExitSlice, roots: Iterable[fx.Node]) -> list[fx.Node]:

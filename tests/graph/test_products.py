@@ -195,6 +195,7 @@ BY_HAND = {
     "a sum of everything": (lambda: F.linear(X, WIDE).exp().sum(), 0),
     "no sum": (lambda: F.linear(X, WIDE).exp() * 2, 0),
     "as narrow as an MLP": (lambda: F.linear(X, WIDE[: 4 * HIDDEN]).exp().sum(-1), 0),
+    "narrow, but a logsumexp": (lambda: F.linear(X, WIDE[: 4 * HIDDEN]).exp().sum(-1).log(), 1),
     "attention": (lambda: (X @ X.mT).exp().sum(-1), 0),
     "a sigmoid of one logit": (lambda: F.binary_cross_entropy_with_logits(F.linear(X, W[:1]), torch.ones(2, 5, 1)), 0),
 }

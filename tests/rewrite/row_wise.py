@@ -188,6 +188,7 @@ TRANSFORMS = {
     "scale per class": lambda x1, w, b, y1: F.cross_entropy(F.linear(x1, w) * b, y1),
     "bias after a softcap": lambda x1, w, b, y1: F.cross_entropy(F.linear(x1, w).tanh() + b, y1),
     "teacher's logits added": lambda x1, w, y1, t1: F.cross_entropy(F.linear(x1, w) + t1, y1),
+    "less a number": lambda x1, w, y1: F.cross_entropy((F.linear(x1, w) - 1).tanh(), y1),
     "relu": lambda x1, w, y1: F.cross_entropy(F.linear(x1, w).relu(), y1),
     "sigmoid softcap": lambda x1, w, y1: F.cross_entropy(10 * torch.sigmoid(F.linear(x1, w) / 5), y1),
     "rsqrt softcap": rsqrt_softcap,

@@ -1,0 +1,107 @@
+"""Functions of the logits beside a cross entropy, by name: what PyTorch's own composite operations are taken apart to.
+
+Some write in place inside, some are losses of their own, some return pairs. Each runs in chunks, with a cross entropy
+on the same logits, and is as right as eager.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.capture import Capture, operators
+from tests.oracle import assert_as_eager
+from tests.rewrite.row_wise import row_args
+
+# of logits [N, V] and a tensor [N, V]
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse": F.mse_loss,
+    "mse, summed": lambda z, t: F.mse_loss(z, t, reduction="sum"),
+    "mse, by class": lambda z, t: F.mse_loss(z, t, reduction="none").sum(-1),
+    "mse of a teacher that is cast": lambda z, t: F.mse_loss(z, t.double().float().detach()),
+    "l1": F.l1_loss,
+    "smooth l1": lambda z, t: F.smooth_l1_loss(z, t, beta=0.5),
+    "huber": lambda z, t: F.huber_loss(z, t, delta=0.7),
+    "hinge": lambda z, t: F.hinge_embedding_loss(z, t.sign()),
+    "soft margin": lambda z, t: F.soft_margin_loss(z, t.sign()),
+    "several labels": lambda z, t: F.multilabel_soft_margin_loss(z, (t > 0).to(z.dtype)),
+    "binary cross entropy": lambda z, t: F.binary_cross_entropy(z.sigmoid(), t.sigmoid()),
+    "binary, of logits": lambda z, t: F.binary_cross_entropy_with_logits(z, t.sigmoid(), pos_weight=t[0].exp()),
+    "poisson": lambda z, t: F.poisson_nll_loss(z, t.abs()),
+    "cosine embedding": lambda z, t: F.cosine_embedding_loss(z, t, torch.ones(10)),
+    "triplet margin": lambda z, t: F.triplet_margin_loss(z, t, t.tanh()),
+}
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "quantile": lambda z, t: z.quantile(0.7, dim=-1),
+    "nanquantile": lambda z, t: z.nanquantile(0.3, dim=-1),
+    "nansum": lambda z, t: z.nansum(-1),
+    "cosine similarity": lambda z, t: F.cosine_similarity(z, t, dim=-1),
+    "distance": F.pairwise_distance,
+    "log sigmoid": lambda z, t: (F.logsigmoid(z) * t).sum(-1),
+    "gated": lambda z, t: F.glu(z[:, :-1], -1).sum(-1),
+    "hard swish": lambda z, t: F.hardswish(z).sum(-1),
+    "variance and mean": lambda z, t: torch.stack(torch.var_mean(z, -1)).sum(0),
+    "deviation and mean": lambda z, t: torch.stack(torch.std_mean(z, -1)).sum(0),
+    "least and largest": lambda z, t: torch.stack(z.aminmax(dim=-1)).sum(0),
+    "classes above zero": lambda z, t: z.amax(-1) + (z - 1).relu().count_nonzero(-1) * 0.5,
+    "normalised": lambda z, t: (F.normalize(z, dim=-1) * t).sum(-1),
+    "rms norm": lambda z, t: (F.rms_norm(z, (z.shape[-1],)) * t).sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *FUNCTIONS])
+def test_a_function_beside_a_cross_entropy(name: str) -> None:
+    of_logits = {**LOSSES, **FUNCTIONS}[name]
+
+    def fn(x1, w, y1, t1):
+        z = F.linear(x1, w)
+        return F.cross_entropy(z, y1), of_logits(z, t1)
+
+    capture = Capture(chunk_rows=4)
+    assert_as_eager(capture.compile(fn, fullgraph=True), fn, row_args(fn))
+    assert capture.codes == []
+    loops = 2 if name == "classes above zero" else 1  # a count has no gradient
+    assert operators(capture.after[0]).count("chunked_rows") == loops
+
+
+def test_what_a_second_loss_reads_is_made_before_the_first() -> None:
+    """One loop over the rows, though the teacher is prepared between the two losses; not across a change of modes."""
+
+    def fn(x1, w, y1, t1, r1):
+        z = F.linear(x1, w)
+        first = F.cross_entropy(z, y1, label_smoothing=0.1)
+        scale = r1.sigmoid() + 1
+        return first, ((z / scale).softmax(-1) ** 2).sum(-1)
+
+    def under_no_grad(x1, w, y1, t1, r1):
+        z = F.linear(x1, w)
+        first = F.cross_entropy(z, y1, label_smoothing=0.1)
+        with torch.no_grad():
+            scale = r1.sigmoid() + 1
+        return first, ((z / scale).softmax(-1) ** 2).sum(-1)
+
+    def written_in_between(x1, w, y1, t1, r1):
+        z, row = F.linear(x1, w), r1 * 1
+        first = F.cross_entropy(z, y1, label_smoothing=0.1)
+        row += 1
+        return first, ((z / (row.sigmoid() + 1)).softmax(-1) ** 2).sum(-1)
+
+    for function, loops in ((fn, 1), (under_no_grad, 2), (written_in_between, 2)):
+        torch._dynamo.reset()
+        capture = Capture(chunk_rows=4)
+        assert_as_eager(capture.compile(function, fullgraph=True), function, row_args(function))
+        assert operators(capture.after[0]).count("chunked_rows") == loops
+
+
+def test_products_that_are_written_apart() -> None:
+    """The operands of the second product are made behind the first loss."""
+
+    def fn(x1, w, t1):
+        divergence = F.mse_loss(x1 @ w.t(), t1)
+        return divergence, F.kl_div((x1 @ w.t()).log_softmax(-1), t1.softmax(-1), reduction="batchmean")
+
+    capture = Capture(chunk_rows=4)
+    assert_as_eager(capture.compile(fn, fullgraph=True), fn, row_args(fn))
+    assert capture.codes == [] and operators(capture.after[0]) == ["chunked_rows"]
