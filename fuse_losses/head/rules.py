@@ -91,7 +91,7 @@ def _bias(state: Lift, node: fx.Node) -> Lifted:
         or wide.logits.map != type(wide.logits.map)()
     ):
         return Unlifted("a bias is added after a scale, a softcap or another bias", node)
-    shape, full = sizes(other), sizes(node)
+    shape, full = shape_of(cast(fx.Node, other)), sizes(node)
     from_end = len(full) - wide.vocab_dim
     is_vector = len(shape) >= from_end and same(shape[-from_end], full[wide.vocab_dim])
     if not is_vector or not all(i == len(shape) - from_end or same(s, 1) for i, s in enumerate(shape)):

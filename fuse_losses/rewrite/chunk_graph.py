@@ -208,6 +208,15 @@ class ChunkGraph:
             return self.call(aten.linear.default, x, weight)
         return self.call(aten.linear.default, x, weight, self.whole_input(WholeInput(product, "bias")))
 
+    def size(self, number: Any, what: str) -> Any:
+        """A size of what a row holds: a number, or that of a vocabulary, which the chunk reads off the weight."""
+        if not isinstance(number, torch.SymInt):
+            return constant(number, what)
+        made = [p for p in self.sources.values() if not p.given and same(p.vocab, number)]
+        if not made:
+            return constant(number, what)
+        return self.call(aten.sym_size.int, self.whole_input(WholeInput(made[0], "weight")), 0)
+
     def row_input(self, spec: RowInput) -> fx.Node:
         return self._input(("rows", *spec.key), self.rows, spec)
 
@@ -258,11 +267,28 @@ class ChunkGraph:
         at_rows = [k for k in range(len(own)) if labels[k + offset] == "r"]
         wide = any(labels[k + offset] == "v" and not same(size, 1) for k, size in enumerate(own))
         if wide and node.op == "call_function" and _repeats(node):  # made for a chunk, it is never there whole
-            args, kwargs = map_arg((node.args, node.kwargs), lambda a: self.aligned(a, labels, shape, steps))
-            return self.call(cast("Callable[..., Any]", node.target), *args, **kwargs)
+            return self.elementwise(node, labels, shape, steps)
         if any(not same(own[k], 1) for k in at_rows):
             return self.row_input(RowInput(node, steps, labels, shape))
         return self.whole_input(WholeInput(node, "", tuple(at_rows)))
+
+    def elementwise(self, node: fx.Node, labels: str, shape: tuple[Any, ...], steps: Steps) -> fx.Node:
+        """An elementwise operator whose result has these labels and this shape."""
+        target = cast(Any, node.target)
+        schema = target._schema.arguments
+        given = {**{a.name: value for a, value in zip(schema, node.args, strict=False)}, **node.kwargs}
+        numbers = {a.name: given.get(a.name) for a in schema if "Tensor" not in str(a.type)}
+        symbolic = {name for name, value in numbers.items() if isinstance(value, fx.Node)}  # inputs: tensors of no dims
+        if symbolic and target in OF_TENSORS and all(v is None or n in symbolic for n, v in numbers.items()):
+            target, symbolic = OF_TENSORS[target], set[str]()
+        made = {
+            name: self.size(cast(fx.Node, value).meta.get("val"), f"a number of {target}")
+            if name in symbolic
+            else map_arg(value, lambda a: self.aligned(a, labels, shape, steps))
+            for name, value in given.items()
+        }
+        positional = [a.name for a in schema][: len(node.args)]
+        return self.call(target, *[made.pop(name) for name in positional], **made)
 
     def aligned(self, arg: object, labels: str, shape: tuple[Any, ...], steps: Steps) -> Any:
         """An operand of a broadcasting operator whose result has these labels and this shape."""
@@ -300,6 +326,17 @@ def _repeats(node: fx.Node) -> bool:
     return elementwise and torch.Tag.nondeterministic_seeded not in tags
 
 
+# Operators of a number, and the same of a tensor.
+OF_TENSORS = {
+    aten.clamp.default: aten.clamp.Tensor,
+    aten.clamp_min.default: aten.clamp_min.Tensor,
+    aten.clamp_max.default: aten.clamp_max.Tensor,
+    aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
+    aten.masked_fill.Scalar: aten.masked_fill.Tensor,
+    aten.rsub.Scalar: aten.rsub.Tensor,
+    **{getattr(aten, n).Scalar: getattr(aten, n).Tensor for n in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{getattr(aten, n).Scalar: getattr(aten, n).Tensor for n in ("add", "sub", "mul", "div", "remainder", "fmod")},
+}
 Emitter = Callable[[ChunkGraph, fx.Node, Steps], fx.Node]
 EMITTERS: OperatorTable[Emitter] = OperatorTable()  # how an operator is written for a chunk; else elementwise
 emitter = EMITTERS.rule
@@ -307,16 +344,13 @@ emitter = EMITTERS.rule
 
 def constant(number: Any, what: str) -> Any:
     """An argument that must be known when the chunk's graph is written."""
-    if isinstance(number, (fx.Node, torch.SymInt)):
-        raise Declined("rows_mix", f"{what} depends on a symbolic size")
+    if isinstance(number, (fx.Node, torch.SymInt, torch.SymFloat)):
+        raise Declined("rows_mix", f"{what} is known at run time only")
     return number
 
 
 def _pointwise(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
-    labels, shape = build.labels(node), sizes(node)
-    args = map_arg(node.args, lambda a: build.aligned(a, labels, shape, steps))
-    kwargs = map_arg(node.kwargs, lambda a: build.aligned(a, labels, shape, steps))
-    return build.call(cast("Callable[..., Any]", node.target), *args, **kwargs)
+    return build.elementwise(node, build.labels(node), sizes(node), steps)
 
 
 @emitter(*R.REDUCE, *R.ALONG, aten.topk.default)

@@ -92,7 +92,7 @@ def _expand(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     for d, label in enumerate(build.labels(node)):
         if label != "r":
             kept = d >= offset and same(sizes(source)[d - offset], sizes(node)[d])
-            shape.append(-1 if kept else constant(sizes(node)[d], "an expand"))
+            shape.append(-1 if kept else build.size(sizes(node)[d], "an expand"))
     return build.call(aten.expand.default, made, shape)
 
 
