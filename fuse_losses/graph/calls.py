@@ -16,16 +16,9 @@ LINEAR = {F.linear}
 MATMUL = {torch.matmul, torch.mm, operator.matmul, "matmul", "mm", "__matmul__"}
 ADDMM = {torch.addmm, "addmm"}
 EINSUM = {torch.einsum, torch.functional.einsum}
-OTHER_PRODUCTS = {
-    torch.bmm,
-    torch.baddbmm,
-    torch.conv1d,
-    F.conv1d,
-    torch.inner,
-    torch.tensordot,
-    "bmm",
-    "inner",
-}
+BMM, CONV1D = {torch.bmm, "bmm"}, {torch.conv1d, F.conv1d}
+OTHER_PRODUCTS = BMM | CONV1D | {torch.baddbmm, torch.inner, torch.tensordot, "inner"}
+EXPANSIONS = {"expand", "unsqueeze", torch.unsqueeze, "repeat"}
 
 # A loss is looked for behind every one of these.
 HARD_LOSSES = {F.cross_entropy, F.nll_loss}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -28,7 +28,7 @@ class Product:
     x: fx.Node
     weight: fx.Node | None
     bias: fx.Node | None = None
-    weight_is_vh: bool = True  # [V, H], else [H, V]
+    weight_is_vh: bool = True  # [V, H] (of a convolution [V, H, 1]), else [H, V]
     vocab_dim: int = -1  # non-negative once built
     hidden_dim: int = -1  # of x, non-negative once built
 
@@ -93,7 +93,35 @@ def as_product(node: fx.Node) -> Product | None:
         return _product(node, x, weight, bias, weight_is_vh=False)
     if calls.is_call(node, calls.EINSUM):
         return _einsum(node)
-    return None
+    if calls.is_call(node, calls.BMM):
+        x, weight = calls.arguments(node, "input", "mat2")
+        return _product(node, x, _of_every_batch(weight), None, weight_is_vh=False)
+    return _pointwise_convolution(node) if calls.is_call(node, calls.CONV1D) else None
+
+
+def _of_every_batch(weight: object) -> object:
+    """The matrix that `weight` [B, H, V] repeats for every batch, itself if it is none."""
+    node = weight
+    while isinstance(node, fx.Node) and is_tensor(node) and value(node).dim() == 3:
+        if not calls.is_call(node, calls.EXPANSIONS):
+            return weight
+        before = node.args[0] if node.args else None
+        if not is_tensor(before) or not same(value(cast(fx.Node, before)).shape[-2:], value(node).shape[-2:]):
+            return weight
+        node = before
+    return node
+
+
+def _pointwise_convolution(node: fx.Node) -> Product | None:
+    """conv1d of x [B, H, T] with a weight [V, H, 1] is a product with its matrix."""
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    x, weight, bias, stride, padding, _, groups = calls.arguments(node, *names)
+    plain = stride in (None, 1, (1,), [1]) and padding in (None, 0, (0,), [0], "valid", "same") and groups in (None, 1)
+    if not (plain and is_tensor(x) and is_tensor(weight)) or value(x).dim() != 3 or not same(value(weight).shape[2], 1):
+        return None
+    if bias is not None and not is_tensor(bias):
+        return None
+    return Product(node, x, weight, bias, vocab_dim=1, hidden_dim=1)
 
 
 def _product(node: fx.Node, x: object, weight: object, bias: object, weight_is_vh: bool) -> Product | None:

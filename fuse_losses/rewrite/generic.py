@@ -96,9 +96,9 @@ class GenericWriter(Writer):
         return self.call(aten.slice.Tensor, flat, 0, start, start + counts[which])
 
     def _run(self, run: Run) -> fx.Node:
-        for other in (part for loop in run.loops for part in loop.exits):  # what the others read is here already
-            for aten_node, dynamo in other.leaves.items():
-                self.env.setdefault(aten_node, dynamo)
+        for loop in run.loops:
+            for part in loop.exits:
+                self.also_reads(part, leaves_of(part, loop.build.reads))
         build = run.loops[0].build
         each = [[self.row_input(spec) for spec in loop.build.rows] for loop in run.loops]
         rows = each[0] if len(each) == 1 else [self.call(aten.cat.default, list(r)) for r in zip(*each, strict=True)]

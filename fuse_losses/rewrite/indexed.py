@@ -13,7 +13,8 @@ from torch import fx
 from fuse_losses.graph.products import Product, value
 from fuse_losses.head.algebra import Functional, Link, Logits, LogProb, LogSumExp, NllLoss, Selected, WeightedLoss
 from fuse_losses.head.sizes import same, shape_of, sizes
-from fuse_losses.rewrite.joins import Join, row_count
+from fuse_losses.rewrite.joins import Join, leaves_of, row_count
+from fuse_losses.rewrite.slices import refs
 from fuse_losses.rewrite.writer import SYM_SIZE, Writer
 
 aten = torch.ops.aten
@@ -203,9 +204,8 @@ class IndexedWriter(Writer):
 
     def _write_join(self, join: Join, ignore: int | None, wraps: bool, grad: bool) -> None:
         """One operator over the rows of all the functionals, and which of its results are whose."""
-        for part in join.parts:  # what the others read is here already: they were joined for that
-            for aten_node, dynamo in part.leaves.items():
-                self.env.setdefault(aten_node, dynamo)
+        for f, part in zip(join.functionals, join.parts, strict=True):
+            self.also_reads(part, leaves_of(part, refs(f)))
         members = list({(f.logits, f.target): None for f in join.functionals})
         counts = [row_count(logits) for logits, _ in members]
         alike = all(same(c, counts[0]) for c in counts)

@@ -48,6 +48,7 @@ class Writer(ABC):
     ) -> None:
         self.graph, self.region, self.part, self.plan, self.analysis = graph, region, part, plan, analysis
         self.made, self.measured = written.operators, written.measured
+        self.reads = [*part.reads]
         self.env: dict[fx.Node, fx.Node] = dict(part.leaves)
 
     @abstractmethod
@@ -56,6 +57,12 @@ class Writer(ABC):
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)
+
+    def also_reads(self, other: ExitSlice, leaves: Sequence[fx.Node]) -> None:
+        """Let the operator that is made here read `leaves` of another exit too, which are there already."""
+        for aten_node, dynamo in other.leaves.items():
+            self.env.setdefault(aten_node, dynamo)
+        self.reads.extend(leaves)
 
     def ref(self, node: fx.Node) -> fx.Node:
         """The Dynamo node that holds the ATen node's value, written if need be."""
@@ -86,7 +93,7 @@ class Writer(ABC):
     def _holding(self, wanted: Any) -> Iterator[tuple[fx.Node, int]]:
         """Tensors that stay in the graph and have a dim of this size."""
         kept = [n for p in self.region.products for n in p.operands]
-        known = [(n, getattr(n.meta.get("example_value"), "shape", ())) for n in (*kept, *self.part.reads)]
+        known = [(n, getattr(n.meta.get("example_value"), "shape", ())) for n in (*kept, *self.reads)]
         for node, shape in (*known, *self.measured):
             yield from ((node, dim) for dim, size in enumerate(shape) if same(size, wanted))
 
@@ -126,6 +133,8 @@ class Writer(ABC):
         """The product's weight [V, H] in the product's dtype."""
         assert product.weight is not None
         weight = product.weight if product.weight_is_vh else self.call(aten.t.default, product.weight)
+        if value(product.weight).dim() == 3:
+            weight = self.call(aten.squeeze.dim, weight, 2)
         return self.as_dtype(weight, value(product.node).dtype, value(product.weight).dtype)
 
     def bias_of(self, product: Product) -> fx.Node | None:

@@ -28,6 +28,7 @@ X, X1 = torch.randn(*ROWS, HIDDEN), torch.randn(10, HIDDEN)
 W, B = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB)
 WT = W.t().contiguous()
 LAYER, BARE = nn.Linear(HIDDEN, VOCAB), nn.Linear(HIDDEN, VOCAB, bias=False)
+CONV, WINDOW = nn.Conv1d(HIDDEN, VOCAB, 1), torch.randn(VOCAB, HIDDEN, 3)
 
 # (what, function, weight is [V, H], has a bias, dim of the vocabulary in the result, dim of the hidden size in x)
 PRODUCTS = [
@@ -56,6 +57,10 @@ PRODUCTS = [
     ("einsum, vocabulary in the middle", lambda: torch.einsum("bth,vh->bvt", X, W), True, False, 1, 2),
     ("einsum, vocabulary first", lambda: torch.einsum("bth,vh->vbt", X, W), True, False, 0, 2),
     ("einsum, hidden in the middle", lambda: torch.einsum("bht,vh->btv", X.mT, W), True, False, 2, 1),
+    ("bmm, expanded weight", lambda: torch.bmm(X, WT.expand(len(X), -1, -1)), False, False, 2, 2),
+    ("bmm, repeated weight", lambda: X.bmm(WT.unsqueeze(0).repeat(len(X), 1, 1)), False, False, 2, 2),
+    ("conv1d", lambda: F.conv1d(X.mT, W.unsqueeze(-1), B), True, True, 1, 1),
+    ("nn.Conv1d", lambda: CONV(X.mT), True, True, 1, 1),
 ]
 
 
@@ -69,7 +74,7 @@ def test_read(fn, weight_is_vh: bool, bias: bool, vocab_dim: int, hidden_dim: in
     assert (product.vocab_dim, product.hidden_dim) == (vocab_dim, hidden_dim)
     assert product.vocab == VOCAB
     assert product.x.meta["example_value"].shape[hidden_dim] == HIDDEN
-    assert product.weight.meta["example_value"].shape == ((VOCAB, HIDDEN) if weight_is_vh else (HIDDEN, VOCAB))
+    assert product.weight.meta["example_value"].shape[:2] == ((VOCAB, HIDDEN) if weight_is_vh else (HIDDEN, VOCAB))
 
 
 NOT_PRODUCTS = [
@@ -81,6 +86,12 @@ NOT_PRODUCTS = [
     ("einsum of three", lambda: torch.einsum("th,vh,v->tv", X1, W, B)),
     ("einsum of a diagonal", lambda: torch.einsum("bbh,vh->bv", X[:, :2], W)),
     ("einsum of a batch", lambda: torch.einsum("bth,bvh->btv", X, W.expand(2, -1, -1))),
+    ("bmm of a weight for every batch", lambda: torch.bmm(X, WT.expand(len(X), -1, -1).sin())),
+    ("bmm of a weight that is repeated along its rows", lambda: torch.bmm(X, WT[:1].repeat(len(X), HIDDEN, 1))),
+    ("conv1d over a window", lambda: F.conv1d(X.mT, WINDOW)),
+    ("conv1d that leaves rows out", lambda: F.conv1d(X.mT, W.unsqueeze(-1), stride=2)),
+    ("conv1d that pads rows", lambda: F.conv1d(X.mT, W.unsqueeze(-1), padding=1)),
+    ("conv1d of groups", lambda: F.conv1d(X.mT.repeat(1, 2, 1), WINDOW[:36, :, :1], groups=2)),
     ("batched weight", lambda: X @ WT.expand(2, -1, -1)),
     ("vector", lambda: X1 @ W[0]),
     ("scaled addmm", lambda: torch.addmm(B, X1, WT, beta=0.5)),

@@ -362,6 +362,11 @@ PRODUCTS = {
         lambda x, w, y: F.cross_entropy(torch.einsum("vh,bth->btv", w, x).mT, y),
         MEAN,
     ),
+    "bmm of an expanded weight": (
+        lambda x, wt, y: F.cross_entropy(torch.bmm(x, wt.expand(x.shape[0], -1, -1)).mT, y),
+        MEAN,
+    ),
+    "conv1d": (lambda x, w, b, y: F.cross_entropy(F.conv1d(x.mT, w.unsqueeze(-1), b), y), MEAN),
     "einsum to classes in dim 1": (
         lambda x, w, y: F.cross_entropy(torch.einsum("bth,vh->bvt", x, w), y),
         MEAN,

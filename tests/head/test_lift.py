@@ -52,7 +52,7 @@ class Found:
         p = self.product
         weight = self.dynamo[p.weight]
         x = self.dynamo[p.x].movedim(p.hidden_dim, -1)
-        return x, weight if p.weight_is_vh else weight.t(), p.bias and self.dynamo[p.bias]
+        return x, weight.flatten(1) if p.weight_is_vh else weight.t(), p.bias and self.dynamo[p.bias]
 
     def with_tensors(self, functional: Functional) -> Functional:
         """The functional with values in place of the nodes it refers to."""

@@ -149,3 +149,14 @@ def test_a_number_that_is_known_at_run_time(name: str) -> None:
     assert_as_eager(compiled, model, args)
     assert len(capture.after) == 1
     assert capture.codes == (["rows_mix"] if name == "leaky relu" else [])  # it takes no tensor for the number
+
+
+def test_a_size_that_only_the_second_loss_knows() -> None:
+    def fn(x1, w, y1, n):
+        log_probs = F.linear(x1, w).log_softmax(-1)
+        return F.nll_loss(log_probs, y1), torch.log1p(-log_probs.gather(-1, n).exp()).mean()
+
+    args = [*row_args(lambda x1, w, y1: None), torch.randint(5, (10, 3))]
+    capture = Capture(chunk_rows=4)
+    assert_as_eager(capture.compile(fn, fullgraph=True, dynamic=True), fn, args)
+    assert capture.codes == []
