@@ -57,7 +57,10 @@ PREPARATIONS = ELEMENTWISE | {
 }
 TRANSPOSES = {torch.t, torch.transpose, torch.permute, "t", "transpose", "permute", getattr}  # getattr: x.T, x.mT
 # Losses that need no normaliser, and what a normaliser written by hand is made of: found behind a wide product only.
-WIDE_LOSSES = {F.multi_margin_loss, F.binary_cross_entropy_with_logits}
+WIDE_LOSSES = {
+    *(F.multi_margin_loss, F.multilabel_soft_margin_loss, F.soft_margin_loss, F.binary_cross_entropy_with_logits),
+    *(F.binary_cross_entropy, F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.cosine_similarity, torch.cosine_similarity),
+}
 # Walking back from a loss never crosses these: what is behind them is the body of the model.
 BODY = {F.embedding, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention, F.group_norm}
 
