@@ -229,8 +229,8 @@ def find_anchors(graph: fx.Graph) -> list[Anchor]:
 def _classes_by_hand(node: fx.Node) -> Any:
     """The number of classes of an `exp` that is summed over them, or of a loss that needs no such sum; else None."""
     if calls.is_call(node, calls.WIDE_LOSSES):
-        source = next(iter(node.all_input_nodes), None)
-        return value(source).shape[-1] if is_tensor(source) and value(source).dim() else None
+        compared = [a for a in node.all_input_nodes if is_tensor(a)]
+        return value(compared[0]).shape[-1] if compared and value(compared[0]).dim() else None
     if not calls.is_call(node, calls.EXP) or not is_tensor(node):
         return None
     for user in node.users:

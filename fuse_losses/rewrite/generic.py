@@ -44,7 +44,7 @@ def loops(slices: Sequence[ExitSlice], graph: fx.Graph) -> list[Run]:
 
     Each only if the first of the exits has all that it reads: nothing of it is made, or written to, only behind.
     """
-    schedule = Schedule(graph)
+    schedule = Schedule(graph, slices)
     found: list[Loop] = []
     for part in slices:
         for node, build in part.cuts.items():

@@ -24,7 +24,8 @@ from fuse_losses.rewrite.slices import ExitSlice, refs
 class Schedule:
     """What is there when: whether a later exit's inputs exist at an earlier one, moved up to it if need be."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, slices: Sequence[ExitSlice]) -> None:
+        self.exits = {part.exit for part in slices}  # what is written anew stays where it is
         self.order: dict[fx.Node, float] = {n: i for i, n in enumerate(graph.nodes)}
         changes = itertools.accumulate(calls.is_call(n, calls.MODES) for n in graph.nodes)
         self.modes = dict(zip(graph.nodes, changes, strict=True))  # equal where no mode changes in between
@@ -43,7 +44,7 @@ class Schedule:
             if is_tensor(node) and any(start < at < end and to == storage(node) for at, to in self.writes):
                 return False
             if self.order[node] >= start:
-                if not _movable(node, self.modes[node] == self.modes[first.exit]):
+                if node in self.exits or not _movable(node, self.modes[node] == self.modes[first.exit]):
                     return False
                 moved.append(node)
                 stack.extend(node.all_input_nodes)
@@ -94,7 +95,7 @@ class Join:
 def joins(slices: Sequence[ExitSlice], graph: fx.Graph) -> list[Join]:
     """The picks of a target that differ in their rows alone; each has two functionals at least."""
     found: dict[Any, list[tuple[Any, ExitSlice]]] = {}
-    schedule = Schedule(graph)
+    schedule = Schedule(graph, slices)
     for part in slices:
         for f in part.functionals.values():
             if not isinstance(f, (LogProb, Selected, NllLoss)) or cast(Product, f.logits.product).given:

@@ -160,3 +160,17 @@ def test_a_size_that_only_the_second_loss_knows() -> None:
     capture = Capture(chunk_rows=4)
     assert_as_eager(capture.compile(fn, fullgraph=True, dynamic=True), fn, args)
     assert capture.codes == []
+
+
+def test_what_reads_the_first_loss_comes_behind_it() -> None:
+    """The second loss is scaled by a value of the first, which may be moved by what it is, but not by where it is."""
+
+    def fn(x1, w):
+        z = F.linear(x1, w)
+        first = (z * 1.5).softmax(-1).square().sum(-1)
+        scale = first.detach().sqrt() + 1
+        return first, ((z / scale[:, None]).softmax(-1) ** 2).sum(-1)
+
+    capture = Capture(chunk_rows=4)
+    assert_as_eager(capture.compile(fn, fullgraph=True), fn, row_args(fn))
+    assert capture.codes == []
