@@ -17,7 +17,6 @@ import torch
 from torch.autograd import DeviceType
 
 MIB = 2**20
-SPIN_CYCLES = 10_000_000  # about 5 ms, longer than any step here takes to launch
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,10 @@ def time_step(
     repeats: int,
     warmup: int,
     before: Callable[[], object] | None = None,
-    queued: bool = False,
 ) -> Timing:
     """Time `step`; `before` runs ahead of each repeat, outside the timed part (say, to drop the gradients).
 
-    On CUDA the L2 cache is flushed before each repeat, so that inputs come from memory, as in training. If `queued`,
-    the GPU is kept busy until the step's kernels have been launched, so that the time is theirs, as in a CUDA graph;
-    a step that waits for the GPU in its middle still shows the launches after that.
+    On CUDA the L2 cache is flushed before each repeat, so that inputs come from memory, as in training.
     """
     for _ in range(warmup):
         if before:
@@ -68,13 +64,39 @@ def time_step(
         if before:
             before()
         flush.zero_()
-        if queued:
-            torch.cuda._sleep(SPIN_CYCLES)
         start.record()
         step()
         end.record()
     torch.cuda.synchronize()
     return _timing([start.elapsed_time(end) for start, end in events])
+
+
+def replayed(step: Callable[[], object], repeats: int, before: Callable[[], object]) -> Timing | None:
+    """Time `step` replayed as one CUDA graph: its kernels, without the host that launches them.
+
+    None for a step that waits for the GPU, which cannot be captured.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                before()
+                step()
+    except RuntimeError:
+        return None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.current_stream().wait_stream(stream)
+    before()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError:
+        return None
+    return time_step(graph.replay, "cuda", repeats, warmup=1, before=before)
 
 
 def _time_cpu(step: Callable[[], object], before: Callable[[], object] | None) -> float:

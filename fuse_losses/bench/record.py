@@ -27,7 +27,7 @@ class Row:
     loss: float | None = None
     floor_ms: float | None = None
     fused: int | None = None  # heads that fuse_losses fused in the graphs of this case, so far
-    queued_ms: float | None = None  # the kernels alone, launched ahead
+    replay_ms: float | None = None  # the kernels alone, replayed as one CUDA graph
     loss_error: float | None = None  # from float64, relative
     gradient_error: float | None = None
     overwrites: bool | None = None  # the peer wrote into its inputs
@@ -38,8 +38,8 @@ class Row:
         return self.timing.median / self.floor_ms if self.timing and self.floor_ms else None
 
     @property
-    def queued_ratio(self) -> float | None:
-        return self.queued_ms / self.floor_ms if self.queued_ms and self.floor_ms else None
+    def replay_ratio(self) -> float | None:
+        return self.replay_ms / self.floor_ms if self.replay_ms and self.floor_ms else None
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import torch
 from rich.console import Console
 
 from fuse_losses.bench.case import BenchError, Case, NotApplicable, Step, Workload
-from fuse_losses.bench.measure import MIB, clear, copy_bandwidth, matmul_rate, peak_memory, time_step
+from fuse_losses.bench.measure import MIB, clear, copy_bandwidth, matmul_rate, peak_memory, replayed, time_step
 from fuse_losses.bench.peers import OURS, PEERS, Peer
 from fuse_losses.bench.record import Record, Row, here
 from fuse_losses.bench.table import text_tables
 from fuse_losses.bench.workloads import WORKLOADS
 
-QUEUED_BELOW_MS = 5.0  # in longer steps the launches hide behind the kernels anyway
+REPLAYED_BELOW_MS = 5.0  # in longer steps the launches hide behind the kernels anyway
 
 
 def run(
@@ -101,9 +101,9 @@ def _measured(blank: Row, step: Step, device: str, repeats: int) -> Row:
     loss = step.run().mean().item()
     step.clear()
     timing = time_step(step.run, device, repeats, warmup=3, before=step.clear)
-    queued = None
-    if device == "cuda" and blank.floor_ms and timing.median < QUEUED_BELOW_MS:
-        queued = time_step(step.run, device, repeats, warmup=1, before=step.clear, queued=True).median
+    replay = None
+    if device == "cuda" and blank.floor_ms and timing.median < REPLAYED_BELOW_MS:
+        replay = replayed(step.run, repeats, step.clear)
     if not step.gradients_stay:
         step.clear()
     peak = peak_memory(step.run, device) / MIB
@@ -111,7 +111,7 @@ def _measured(blank: Row, step: Step, device: str, repeats: int) -> Row:
     return replace(
         blank,
         timing=timing,
-        queued_ms=queued,
+        replay_ms=replay.median if replay else None,
         peak_mib=peak,
         loss=loss,
         loss_error=check.errors.loss if check else None,

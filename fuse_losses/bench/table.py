@@ -37,7 +37,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "ms": _ms,
     "spread": _spread,
     "x floor": lambda row: _number(".2f", row.ratio),
-    "queued x floor": lambda row: _number(".2f", row.queued_ratio),
+    "graph x floor": lambda row: _number(".2f", row.replay_ratio),
     "peak MiB": lambda row: _number(",.0f", row.peak_mib),
     "loss": lambda row: _number(".4f", row.loss),
     "loss error": lambda row: _number(".1e", row.loss_error),

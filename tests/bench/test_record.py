@@ -56,11 +56,11 @@ def test_markdown_holds_every_number_and_where_it_comes_from() -> None:
 
 
 def test_a_column_is_there_when_it_has_a_number() -> None:
-    checked = replace(ROWS[0], queued_ms=3.0, loss_error=1e-7, gradient_error=2.5e-6, overwrites=True)
+    checked = replace(ROWS[0], replay_ms=3.0, loss_error=1e-7, gradient_error=2.5e-6, overwrites=True)
     text = markdown(replace(RECORD, rows=(checked, ROWS[1])))
-    assert "| x floor | queued x floor | peak MiB | loss | loss error | gradient error |" in text
+    assert "| x floor | graph x floor | peak MiB | loss | loss error | gradient error |" in text
     assert "| eager: overwrites its input | 4.00 | 50% | 2.00 | 1.50 | 2,048 | 9.5000 | 1.0e-07 | 2.5e-06 |" in text
-    assert "error" not in markdown(RECORD) and "queued" not in markdown(RECORD)
+    assert "error" not in markdown(RECORD) and "graph x floor" not in markdown(RECORD)
     short = replace(RECORD, rows=(replace(ROWS[0], timing=Timing(0.0204, 0.0204, 0.0204, 10), floor_ms=None),))
     assert "| eager | 0.020 | 0% | 2,048 | 9.5000 |" in markdown(short)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from fuse_losses.bench import run as bench
 from fuse_losses.bench.case import FORWARD, FULL, LOSS, BenchError, Phase
 from fuse_losses.bench.index import TABLES
-from fuse_losses.bench.measure import MIB, peak_memory, time_step, trace_memory
+from fuse_losses.bench.measure import MIB, peak_memory, replayed, time_step, trace_memory
 from fuse_losses.bench.peers import PEERS, version
 from fuse_losses.bench.record import Record
 from fuse_losses.bench.workloads import HEADS, WORKLOADS, linear_ce
@@ -127,15 +127,22 @@ def test_the_clock_leaves_out_what_comes_before() -> None:
 
 
 @pytest.mark.gpu
-def test_queued_launches_are_not_waited_for() -> None:
+def test_a_replayed_step_is_its_kernels() -> None:
     x = torch.ones(1024, device="cuda")
 
     def step() -> None:
         for _ in range(100):
             x.mul_(1.0)
 
-    plain, queued = (time_step(step, "cuda", repeats=10, warmup=3, queued=queued) for queued in (False, True))
-    assert 0 < queued.median <= plain.median
+    plain, replay = time_step(step, "cuda", repeats=10, warmup=3), replayed(step, 10, before=lambda: None)
+    assert replay is not None and 0 < replay.median <= plain.median
+
+
+@pytest.mark.gpu
+def test_a_step_that_waits_is_not_replayed() -> None:
+    x = torch.ones(1024, device="cuda")
+    assert replayed(lambda: x.sum().item(), 10, before=lambda: None) is None
+    assert replayed(lambda: x.sum(), 10, before=lambda: None) is not None
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
