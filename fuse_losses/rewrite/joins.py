@@ -25,11 +25,15 @@ class Schedule:
     """What is there when: whether a later exit's inputs exist at an earlier one, moved up to it if need be."""
 
     def __init__(self, graph: fx.Graph, slices: Sequence[ExitSlice]) -> None:
+        self.graph = graph
         self.exits = {part.exit for part in slices}  # what is written anew stays where it is
-        self.order: dict[fx.Node, float] = {n: i for i, n in enumerate(graph.nodes)}
-        changes = itertools.accumulate(calls.is_call(n, calls.MODES) for n in graph.nodes)
-        self.modes = dict(zip(graph.nodes, changes, strict=True))  # equal where no mode changes in between
-        self.writes = [(self.order[n], storage(t)) for n in graph.nodes for t in calls.writes_to(n) if is_tensor(t)]
+        self._read()
+
+    def _read(self) -> None:
+        self.order = {n: i for i, n in enumerate(self.graph.nodes)}
+        changes = itertools.accumulate(calls.is_call(n, calls.MODES) for n in self.order)
+        self.modes = dict(zip(self.order, changes, strict=True))  # equal where no mode changes in between
+        self.writes = [(self.order[n], storage(t)) for n in self.order for t in calls.writes_to(n) if is_tensor(t)]
 
     def ready(self, first: ExitSlice, part: ExitSlice, leaves: Iterable[fx.Node]) -> bool:
         """True if `leaves`, which `part` reads, can be read at `first` already; moves there what is made in between."""
@@ -50,8 +54,8 @@ class Schedule:
                 stack.extend(node.all_input_nodes)
         for node in sorted(moved, key=self.order.__getitem__):
             first.exit.prepend(node)
-        self.order.update(dict.fromkeys(moved, start - 0.5))
-        self.modes.update(dict.fromkeys(moved, self.modes[first.exit]))
+        if moved:
+            self._read()
         return True
 
 

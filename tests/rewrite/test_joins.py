@@ -132,3 +132,22 @@ def test_what_cannot_be_joined_is_not(fn) -> None:
     capture = Capture(chunk_rows=4)
     assert_as_eager(capture.compile(fn, fullgraph=True), fn, tensors())
     assert len(operators(capture.after[0])) == B
+
+
+def test_two_loops_over_the_same_sequences() -> None:
+    """The second loop's indices move up behind those that the first has moved there."""
+
+    def fn(x, w, c):
+        scaled = F.linear(x, w) / (1 + torch.arange(len(x))[:, None, None])
+
+        def loop():
+            rows = zip(scaled, c, strict=True)
+            return torch.stack([r.log_softmax(-1).gather(-1, i[:, None])[:, 0] for r, i in rows])
+
+        return loop(), loop()
+
+    x, w, y, _ = tensors()
+    args = [x, w, y.clamp(min=0)]
+    capture = Capture(chunk_rows=4)
+    assert_as_eager(capture.compile(fn, fullgraph=True), fn, args)
+    assert capture.codes == [] and operators(capture.after[0]) == ["chunked_rows"]
