@@ -86,6 +86,7 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
 
     traced = _functional(run, values, fake_mode)
     if any(map(_writes, traced.graph.nodes)):  # composite operations that write in place inside (quantile), taken apart
+        traced.recompile()
         traced = _functional(traced, values, fake_mode)
         if still := [str(n.target) for n in traced.graph.nodes if _writes(n)]:
             raise Declined("opaque", f"{still[0]} writes in place", calls.user_line(made[0]))
@@ -111,7 +112,6 @@ def _functional(function: Callable[..., Any], values: Sequence[Any], fake_mode: 
     traced = make_fx(torch.func.functionalize(run), PARTS, tracing_mode="real")(*values)
     traced.graph.eliminate_dead_code()  # what an operation that failed left behind has no value
     _write_out_numbers(traced)
-    traced.recompile()
     return traced
 
 
