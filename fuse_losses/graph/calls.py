@@ -47,15 +47,11 @@ ELEMENTWISE = {
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.getitem),
 }
 # What a teacher goes through before it is compared with the logits, class by class.
-PREPARATIONS = ELEMENTWISE | {
-    *(
-        getattr(torch, n)
-        for n in ("abs", "sign", "sigmoid", "tanh", "sqrt", "rsqrt", "square", "pow", "log1p", "expm1")
-    ),
-    *("abs", "sign", "sigmoid", "tanh", "sqrt", "rsqrt", "square", "pow", "log1p", "expm1", "bfloat16", "half"),
-    operator.pow,
-}
+_STEPS = ("abs", "sign", "sigmoid", "tanh", "sqrt", "rsqrt", "square", "pow", "log1p", "expm1")
+PREPARATIONS = ELEMENTWISE | {*_STEPS, *(getattr(torch, n) for n in _STEPS), "bfloat16", "half", operator.pow}
 TRANSPOSES = {torch.t, torch.transpose, torch.permute, "t", "transpose", "permute", getattr}  # getattr: x.T, x.mT
+# What gives the same wherever it stands, in its own modes.
+MOVABLE = PREPARATIONS | NORMALISERS | TRANSPOSES
 # Losses that need no normaliser, and what a normaliser written by hand is made of: found behind a wide product only.
 WIDE_LOSSES = {
     *(F.multi_margin_loss, F.multilabel_soft_margin_loss, F.soft_margin_loss, F.binary_cross_entropy_with_logits),
@@ -84,10 +80,10 @@ RANDOM = {
 }
 CONSTANTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
-# An order of the graph without edges: whether gradients are recorded, and in which dtype.
-MODES = {torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast}
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+# An order of the graph without edges: whether gradients are recorded, and in which dtype.
+MODES = {torch._C._set_grad_enabled, ENTER_AUTOCAST, EXIT_AUTOCAST}
 
 _FILE = 'File "'
 _TORCH = os.path.dirname(torch.__file__) + os.sep

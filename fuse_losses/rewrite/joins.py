@@ -6,7 +6,6 @@ that the others read is there by then, or can be.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,13 +26,9 @@ class Schedule:
     def __init__(self, graph: fx.Graph, slices: Sequence[ExitSlice]) -> None:
         self.graph = graph
         self.exits = {part.exit for part in slices}  # what is written anew stays where it is
-        self._read()
-
-    def _read(self) -> None:
-        self.order = {n: i for i, n in enumerate(self.graph.nodes)}
-        changes = itertools.accumulate(calls.is_call(n, calls.MODES) for n in self.order)
-        self.modes = dict(zip(self.order, changes, strict=True))  # equal where no mode changes in between
-        self.writes = [(self.order[n], storage(t)) for n in self.order for t in calls.writes_to(n) if is_tensor(t)]
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
+        self.modes = [n for n in graph.nodes if calls.is_call(n, calls.MODES)]
+        self.writes = [(n, storage(t)) for n in graph.nodes for t in calls.writes_to(n) if is_tensor(t)]
 
     def ready(self, first: ExitSlice, part: ExitSlice, leaves: Iterable[fx.Node]) -> bool:
         """True if `leaves`, which `part` reads, can be read at `first` already; moves there what is made in between."""
@@ -45,17 +40,18 @@ class Schedule:
             if node in seen:
                 continue
             seen.add(node)
-            if is_tensor(node) and any(start < at < end and to == storage(node) for at, to in self.writes):
+            if is_tensor(node) and any(start < self.order[at] < end and to == storage(node) for at, to in self.writes):
                 return False
             if self.order[node] >= start:
-                if node in self.exits or not _movable(node, self.modes[node] == self.modes[first.exit]):
+                same_modes = not any(start < self.order[mode] < self.order[node] for mode in self.modes)
+                if node in self.exits or not _movable(node, same_modes):
                     return False
                 moved.append(node)
                 stack.extend(node.all_input_nodes)
         for node in sorted(moved, key=self.order.__getitem__):
             first.exit.prepend(node)
         if moved:
-            self._read()
+            self.order = {n: i for i, n in enumerate(self.graph.nodes)}
         return True
 
 
@@ -69,7 +65,7 @@ def _movable(node: fx.Node, same_modes: bool) -> bool:
     values = held if isinstance(held, (tuple, list)) else [held]
     if all(isinstance(v, torch.Tensor) and not v.is_floating_point() for v in values):
         return True  # neither autocast nor gradients change it
-    return same_modes and calls.is_call(node, calls.PREPARATIONS | calls.NORMALISERS | calls.TRANSPOSES)
+    return same_modes and calls.is_call(node, calls.MOVABLE)
 
 
 def leaves_of(part: ExitSlice, roots: Iterable[fx.Node]) -> list[fx.Node]:
