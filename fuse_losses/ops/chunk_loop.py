@@ -55,9 +55,10 @@ def parts(rows: int, chunk_rows: int) -> Iterator[slice]:
         yield slice(start, min(start + chunk_rows, rows))
 
 
-def cut(tensor: Tensor, part: slice) -> Tensor:
+def cut(tensor: Tensor, part: slice, dim: int = 0) -> Tensor:
     """Some rows of a tensor; where they are all, the tensor: a view of it would only cost the host time."""
-    return tensor if part.stop - part.start == tensor.shape[0] else tensor[part]
+    count = part.stop - part.start
+    return tensor if count == tensor.shape[dim] else tensor.narrow(dim, part.start, count)
 
 
 def chunk_buffer(x: Tensor, vocab: int, chunk_rows: int, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,11 @@ def _row_values(like: Tensor, rows: int, count: int) -> list[Tensor]:
     return [like.new_empty(rows, dtype=statistics_dtype(like.dtype)) for _ in range(count)]
 
 
+def _of_rows(part: slice, *values: Tensor | None) -> list[Tensor | None]:
+    """Some rows of per-row values, of those that are there."""
+    return [None if value is None else cut(value, part) for value in values]
+
+
 def row_gain(weight: Tensor) -> Tensor:
     """0-d power of two that puts the largest row weight at about 256.
 
@@ -55,7 +60,7 @@ def indexed_fwd(
     log_prob, row_max, log_sum = _row_values(x, x.shape[0], 3)
 
     def visit(part: slice, u: Tensor) -> None:
-        kernels.indexed_fwd(u, target[part], ignore_index, how, log_prob[part], row_max[part], log_sum[part])
+        kernels.indexed_fwd(u, cut(target, part), ignore_index, how, *_of_rows(part, log_prob, row_max, log_sum))
 
     with no_autocast(x):
         forward_loop(Projection(x, weight, bias, logits), chunk_rows, visit)
@@ -101,7 +106,9 @@ def indexed_fwd_grad(
             weights = weights * gain
 
         def visit(part: slice, u: Tensor, du: Tensor) -> None:
-            kernels.indexed_fwd_bwd(u, target[part], ignore_index, weights[part], how, log_prob[part], du)
+            kernels.indexed_fwd_bwd(
+                u, cut(target, part), ignore_index, cut(weights, part), how, cut(log_prob, part), du
+            )  # fmt: skip
 
         needs = Needs(need_x, need_weight, need_bias, accumulate)
         dtypes = saved_dtypes(x.dtype)
@@ -151,8 +158,8 @@ def indexed_bwd(
     with no_autocast(x):
 
         def visit(part: slice, u: Tensor, du: Tensor) -> None:
-            above = [None if grad is None else grad[part] for grad in (grad_log_prob, grad_lse)]
-            kernels.indexed_bwd(u, target[part], ignore_index, *above, row_max[part], log_sum[part], how, du)
+            of_rows = _of_rows(part, grad_log_prob, grad_lse, row_max, log_sum)
+            kernels.indexed_bwd(u, cut(target, part), ignore_index, *of_rows, how, du)
 
         needs = Needs(need_x, need_weight, need_bias, accumulate)
         grads = gradient_loop(Projection(x, weight, bias, None), chunk_rows, needs, x.dtype, x.dtype, visit)
@@ -195,9 +202,8 @@ def given_fwd(
     log_prob, row_max, log_sum = _row_values(logits, logits.shape[0], 3)
     with no_autocast(logits):
         for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
-            kernels.indexed_fwd(
-                logits[part], target[part], ignore_index, how, log_prob[part], row_max[part], log_sum[part]
-            )
+            of_rows = _of_rows(part, log_prob, row_max, log_sum)
+            kernels.indexed_fwd(cut(logits, part), cut(target, part), ignore_index, how, *of_rows)
     return log_prob, row_max, log_sum
 
 
@@ -225,11 +231,8 @@ def given_bwd(
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     with no_autocast(logits):
         for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
-            above = [None if grad is None else cut(grad, part) for grad in (grad_log_prob, grad_lse)]
-            of_rows = cut(row_max, part), cut(log_sum, part)
-            kernels.indexed_bwd(
-                cut(logits, part), cut(target, part), ignore_index, *above, *of_rows, how, cut(out, part)
-            )  # fmt: skip
+            of_rows = _of_rows(part, grad_log_prob, grad_lse, row_max, log_sum)
+            kernels.indexed_bwd(cut(logits, part), cut(target, part), ignore_index, *of_rows, how, cut(out, part))
     return out
 
 

@@ -129,11 +129,6 @@ def values_dtype(p: Tensor, q: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
 
 
-def _cut(statistics: Tensor, part: slice) -> Tensor:
-    """The statistics [6, C] of some rows."""
-    return statistics if part.stop - part.start == statistics.shape[1] else statistics[:, part]
-
-
 class _Loop:
     """Both sides, cut into the same chunks."""
 
@@ -198,7 +193,7 @@ def paired_fwd(*args):
         needed = (any(needs[:3]), any(needs[3:]))
         for part in parts(loop.rows, loop.chunk_rows):
             p, q = loop.p.read(part), loop.q.read(part)
-            loop.kernels.paired_fwd(p, q, loop.divergence, loop.k, cut(d, part), _cut(statistics, part), needed)
+            loop.kernels.paired_fwd(p, q, loop.divergence, loop.k, cut(d, part), cut(statistics, part, 1), needed)
     return d, statistics
 
 
@@ -219,7 +214,7 @@ def paired_bwd(grad, statistics, *args):
 
         def kernel(part, p, q, p_out, q_out) -> None:
             loop.kernels.paired_bwd(
-                p, q, loop.divergence, loop.k, cut(weight, part), _cut(statistics, part), p_out, q_out
+                p, q, loop.divergence, loop.k, cut(weight, part), cut(statistics, part, 1), p_out, q_out
             )  # fmt: skip
 
         loop.visit(kernel)
