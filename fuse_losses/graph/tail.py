@@ -105,6 +105,8 @@ def retrace(gm: fx.GraphModule, products: Sequence[Product]) -> Tail:
 
 
 def _functional(function: Callable[..., Any], values: Sequence[Any], fake_mode: Any) -> fx.GraphModule:
+    """The function's ATen graph without writes in place, but for those inside of composite operations."""
+
     def run(*args: Any) -> Any:
         with fake_mode:  # for what reads no tensor (arange)
             return function(*args)
