@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,14 +17,13 @@ from torch.fx.node import map_arg
 from fuse_losses.graph import rows as R
 from fuse_losses.graph.products import Product
 from fuse_losses.graph.rows import RowAnalysis, Rowed, argument
-from fuse_losses.head.algebra import RowStep
 from fuse_losses.head.sizes import dim_of, hint, same, sizes
 from fuse_losses.head.sizes import product as product_of
 from fuse_losses.head.table import OperatorTable
 from fuse_losses.report.decline import Declined
+from fuse_losses.rewrite.chunk_inputs import RowInput, Steps, WholeInput
 
 aten = torch.ops.aten
-Steps = tuple[RowStep, ...]
 KINKS = {
     aten.abs.default,
     aten.sign.default,
@@ -36,6 +34,9 @@ KINKS = {
     aten.clamp.default,
     aten.clamp_min.default,
     aten.clamp_max.default,
+    aten.clamp.Tensor,
+    aten.clamp_min.Tensor,
+    aten.clamp_max.Tensor,
     aten.sort.default,
     aten.gt.Tensor,
     aten.lt.Tensor,
@@ -44,43 +45,6 @@ KINKS = {
     aten.eq.Tensor,
     aten.ne.Tensor,
 }
-
-
-@dataclass(frozen=True)
-class RowInput:
-    """A tensor cut into chunks: the hidden states of a product, or a plain ATen value laid out as [N, inner...].
-
-    labels and shape: those of the value that it is combined with, aligned at the last dim; steps: views of the rows.
-    """
-
-    source: Product | fx.Node
-    steps: Steps
-    labels: str = ""
-    shape: tuple[Any, ...] = ()
-
-    @property
-    def key(self) -> Any:
-        return (self.source, self.steps, self.labels, len(self.shape))
-
-    @property
-    def held(self) -> tuple[Any, ...]:
-        """The dtype and the sizes of a row of a plain value."""
-        own = sizes(self.source)
-        own = (*[1] * (len(self.shape) - len(own)), *own)
-        rest = [s for s, label in zip(own, self.labels, strict=True) if label != "r"]
-        return (cast(fx.Node, self.source).meta["val"].dtype, *rest)
-
-
-@dataclass(frozen=True)
-class WholeInput:
-    """A tensor that every chunk reads whole: a product's weight or bias, a vector over the vocabulary, a number.
-
-    squeezed: dims of size one that stand where rows are, dropped inside.
-    """
-
-    source: Product | fx.Node
-    part: str = ""
-    squeezed: tuple[int, ...] = ()
 
 
 class ChunkGraph:

@@ -12,7 +12,8 @@ from fuse_losses.graph.rows import argument
 from fuse_losses.head.algebra import RowStep
 from fuse_losses.head.picks import pick_of
 from fuse_losses.head.sizes import dim_of, sizes
-from fuse_losses.rewrite.chunk_graph import ChunkGraph, RowInput, Steps, WholeInput, constant, emitter, row_sizes
+from fuse_losses.rewrite.chunk_graph import ChunkGraph, constant, emitter, row_sizes
+from fuse_losses.rewrite.chunk_inputs import RowInput, Steps, WholeInput
 
 aten = torch.ops.aten
 

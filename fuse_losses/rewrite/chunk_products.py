@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from fuse_losses.head.sizes import same, sizes
-from fuse_losses.rewrite.chunk_graph import ChunkGraph, RowInput, Steps, WholeInput, emitter
+from fuse_losses.rewrite.chunk_graph import ChunkGraph, emitter
+from fuse_losses.rewrite.chunk_inputs import RowInput, Steps, WholeInput
 
 aten = torch.ops.aten
 

@@ -12,7 +12,8 @@ from fuse_losses.graph import row_views as V
 from fuse_losses.graph.rows import VIEWS, argument
 from fuse_losses.head.algebra import RowStep
 from fuse_losses.head.sizes import dim_of, same, sizes
-from fuse_losses.rewrite.chunk_graph import ChunkGraph, Steps, constant, emitter, row_sizes
+from fuse_losses.rewrite.chunk_graph import ChunkGraph, constant, emitter, row_sizes
+from fuse_losses.rewrite.chunk_inputs import Steps
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from fuse_losses.graph.products import Product, value
 from fuse_losses.graph.rows import SUMS, Rowed
 from fuse_losses.head.algebra import Divergence, Functional, Side, WeightedLoss
 from fuse_losses.head.sizes import sizes
-from fuse_losses.rewrite.chunk_graph import RowInput, WholeInput
+from fuse_losses.rewrite.chunk_inputs import RowInput, WholeInput
 from fuse_losses.rewrite.indexed import IndexedWriter
 from fuse_losses.rewrite.writer import SYM_SIZE
 

@@ -24,7 +24,8 @@ from fuse_losses.head.algebra import Divergence, Logits, Side
 from fuse_losses.head.identify import Match, holds_beyond, identify
 from fuse_losses.head.sizes import same, shape_of, sizes
 from fuse_losses.head.values import Lifted, Wide
-from fuse_losses.rewrite.chunk_graph import ChunkGraph, RowInput, Steps, WholeInput
+from fuse_losses.rewrite.chunk_graph import ChunkGraph
+from fuse_losses.rewrite.chunk_inputs import RowInput, Steps, WholeInput
 
 aten = torch.ops.aten
 SHAPED = (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.reshape.default, aten.view.default)

@@ -18,7 +18,8 @@ from fuse_losses.graph.rows import RowAnalysis, Rowed
 from fuse_losses.head.algebra import RowStep
 from fuse_losses.head.sizes import same, sizes
 from fuse_losses.plan.choose import Plan
-from fuse_losses.rewrite.chunk_graph import RowInput, WholeInput, row_sum_dims
+from fuse_losses.rewrite.chunk_graph import row_sum_dims
+from fuse_losses.rewrite.chunk_inputs import RowInput, WholeInput
 from fuse_losses.rewrite.slices import ExitSlice
 
 aten = torch.ops.aten

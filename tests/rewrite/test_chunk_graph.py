@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuse_losses.graph.products import Product
 from fuse_losses.graph.rows import Rowed, analyse
-from fuse_losses.rewrite.chunk_graph import ChunkGraph, RowInput, WholeInput
+from fuse_losses.rewrite.chunk_graph import KINKS, OF_TENSORS, ChunkGraph
+from fuse_losses.rewrite.chunk_inputs import RowInput, WholeInput
 
 B, T, H, V = 2, 5, 6, 37
 X, W = torch.randn(B, T, H), torch.randn(V, H)
@@ -181,3 +182,7 @@ def test_inputs_behind_a_detach_are_frozen() -> None:
     made = ByHand(lambda z, t, b: z.softmax(-1) + (t * z).detach() * b, TEACHER, BIAS)
     names = [n.name for n in made.chunk.graph.find_nodes(op="placeholder")]
     assert [names[i] for i in made.build.frozen(made.chunk)] == ["rows_1"]
+
+
+def test_a_kink_is_one_whether_of_a_number_or_of_a_tensor() -> None:
+    assert all(twin in KINKS for operator, twin in OF_TENSORS.items() if operator in KINKS)
