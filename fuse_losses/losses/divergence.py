@@ -25,7 +25,7 @@ class Interval:
         return f"{self.ends[0]}{self.low:g}, {self.high:g}{self.ends[1]}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a page is itself alone
 class Divergence:
     """`sum_v phi(p_v, q_v)` of a student p and a teacher q, with one float parameter k.
 

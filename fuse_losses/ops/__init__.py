@@ -16,8 +16,8 @@ logits alive at a time. `accumulate` is "float32", or "native": the weight gradi
 A divergence (a page of `losses`, by name, with its parameter) has a student p and a teacher q. A side with a weight is
 x and its form is "logits"; a side without one is given [N, V] as "logits" (raw products), "log_probs" or "probs".
 
-Each is a composite over an autograd function over inner operators (`indexed`, `paired`), so that AOTAutograd sees which
-gradients are needed.
+Each is a composite over an autograd function over inner operators (`indexed`, `paired`, `given`), so that AOTAutograd
+sees which gradients are needed.
 """
 
 from collections.abc import Callable

@@ -4,23 +4,23 @@ Per-row values are float32 (float64 for float64 inputs). Inside, an ambient auto
 dtypes of the arguments say all.
 """
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from fuse_losses.kernels.squash import Squash
-from fuse_losses.ops.chunk_loop import Needs, Projection, cut, forward_loop, gradient_loop, parts, rows_per_chunk
+from fuse_losses.ops.chunk_loop import Needs, Projection, cut, forward_loop, gradient_loop, rows_per_chunk
 from fuse_losses.ops.dispatch import indexed_kernels
 from fuse_losses.ops.gemm import statistics_dtype
 from fuse_losses.ops.inner import inner_operator, no_autocast
 
 
-def _row_values(like: Tensor, rows: int, count: int) -> list[Tensor]:
-    return [like.new_empty(rows, dtype=statistics_dtype(like.dtype)) for _ in range(count)]
+def per_row(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the log-probabilities [N] and statistics [2, N] of rows like these."""
+    dtype = statistics_dtype(like.dtype)
+    return like.new_empty(like.shape[0], dtype=dtype), like.new_empty(2, like.shape[0], dtype=dtype)
 
 
-def _of_rows(part: slice, *values: Tensor | None) -> list[Tensor | None]:
+def cut_those(part: slice, *values: Tensor | None) -> list[Tensor | None]:
     """Some rows of per-row values, of those that are there."""
     return [None if value is None else cut(value, part) for value in values]
 
@@ -53,23 +53,25 @@ def indexed_fwd(
     outer: float,
     ignore_index: int,
     chunk_rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log_prob, row_max, log_sum) [N] of the projected rows; lse = row_max + log_sum."""
+) -> tuple[Tensor, Tensor]:
+    """log_prob [N] of the projected rows, and their statistics [2, N]: row_max and log_sum, which add up to lse."""
     chunk_rows = rows_per_chunk(x.shape[0], chunk_rows, weight.shape[0] * x.element_size())
     kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
-    log_prob, row_max, log_sum = _row_values(x, x.shape[0], 3)
+    log_prob, statistics = per_row(x)
 
     def visit(part: slice, u: Tensor) -> None:
-        kernels.indexed_fwd(u, cut(target, part), ignore_index, how, *_of_rows(part, log_prob, row_max, log_sum))
+        kernels.indexed_fwd(
+            u, cut(target, part), ignore_index, how, cut(log_prob, part), cut(statistics, part, 1)
+        )  # fmt: skip
 
     with no_autocast(x):
         forward_loop(Projection(x, weight, bias, logits), chunk_rows, visit)
-    return log_prob, row_max, log_sum
+    return log_prob, statistics
 
 
 @indexed_fwd.register_fake
 def _(x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows):
-    return tuple(_row_values(x, x.shape[0], 3))
+    return per_row(x)
 
 
 @inner_operator()
@@ -97,7 +99,7 @@ def indexed_fwd_grad(
     """
     chunk_rows = rows_per_chunk(x.shape[0], chunk_rows, weight.shape[0] * x.element_size())
     kernels, how = indexed_kernels(x), Squash(squash, inner, outer)
-    (log_prob,) = _row_values(x, x.shape[0], 1)
+    log_prob = x.new_empty(x.shape[0], dtype=statistics_dtype(x.dtype))
     with no_autocast(x):
         weights = torch.ones_like(log_prob) if row_weight is None else row_weight.to(log_prob.dtype)
         weights = weights.contiguous()
@@ -125,7 +127,7 @@ def _(
     need_x, need_weight, need_bias,
 ):  # fmt: skip
     return (
-        *_row_values(x, x.shape[0], 1),
+        x.new_empty(x.shape[0], dtype=statistics_dtype(x.dtype)),
         *_fake_gradients(x, weight, bias, need_x, need_weight, need_bias, *saved_dtypes(x.dtype)),
     )
 
@@ -138,8 +140,7 @@ def indexed_bwd(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
+    statistics: Tensor,
     squash: str,
     inner: float,
     outer: float,
@@ -158,8 +159,8 @@ def indexed_bwd(
     with no_autocast(x):
 
         def visit(part: slice, u: Tensor, du: Tensor) -> None:
-            of_rows = _of_rows(part, grad_log_prob, grad_lse, row_max, log_sum)
-            kernels.indexed_bwd(u, cut(target, part), ignore_index, *of_rows, how, du)
+            above = cut_those(part, grad_log_prob, grad_lse)
+            kernels.indexed_bwd(u, cut(target, part), ignore_index, *above, cut(statistics, part, 1), how, du)
 
         needs = Needs(need_x, need_weight, need_bias, accumulate)
         grads = gradient_loop(Projection(x, weight, bias, None), chunk_rows, needs, x.dtype, x.dtype, visit)
@@ -168,7 +169,7 @@ def indexed_bwd(
 
 @indexed_bwd.register_fake
 def _(
-    grad_log_prob, grad_lse, x, weight, bias, target, row_max, log_sum, squash, inner, outer, ignore_index,
+    grad_log_prob, grad_lse, x, weight, bias, target, statistics, squash, inner, outer, ignore_index,
     chunk_rows, accumulate, need_x, need_weight, need_bias,
 ):  # fmt: skip
     return _fake_gradients(x, weight, bias, need_x, need_weight, need_bias, x.dtype, x.dtype)
@@ -180,62 +181,3 @@ def _fake_gradients(x, weight, bias, need_x, need_weight, need_bias, dtype, bias
         torch.empty_like(weight, dtype=dtype) if need_weight else x.new_empty(0, dtype=dtype),
         x.new_empty(bias.shape if need_bias and bias is not None else 0, dtype=bias_dtype),
     )
-
-
-def _visited(kernels: ModuleType, logits: Tensor, chunk_rows: int) -> int:
-    """Rows of given logits per kernel call: all of them where the kernels make no temporaries."""
-    return chunk_rows if kernels.TEMPORARIES else max(1, logits.shape[0])
-
-
-@inner_operator()
-def given_fwd(
-    logits: Tensor,
-    target: Tensor,
-    squash: str,
-    inner: float,
-    outer: float,
-    ignore_index: int,
-    chunk_rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log_prob, row_max, log_sum) [N] of given raw products [N, V]."""
-    kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
-    log_prob, row_max, log_sum = _row_values(logits, logits.shape[0], 3)
-    with no_autocast(logits):
-        for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
-            of_rows = _of_rows(part, log_prob, row_max, log_sum)
-            kernels.indexed_fwd(cut(logits, part), cut(target, part), ignore_index, how, *of_rows)
-    return log_prob, row_max, log_sum
-
-
-@given_fwd.register_fake
-def _(logits, target, squash, inner, outer, ignore_index, chunk_rows):
-    return tuple(_row_values(logits, logits.shape[0], 3))
-
-
-@inner_operator()
-def given_bwd(
-    grad_log_prob: Tensor | None,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    squash: str,
-    inner: float,
-    outer: float,
-    ignore_index: int,
-    chunk_rows: int,
-) -> Tensor:
-    """Gradient for given raw products [N, V], in their dtype, from those of log_prob and lse."""
-    kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    with no_autocast(logits):
-        for part in parts(logits.shape[0], _visited(kernels, logits, chunk_rows)):
-            of_rows = _of_rows(part, grad_log_prob, grad_lse, row_max, log_sum)
-            kernels.indexed_bwd(cut(logits, part), cut(target, part), ignore_index, *of_rows, how, cut(out, part))
-    return out
-
-
-@given_bwd.register_fake
-def _(grad_log_prob, grad_lse, logits, target, row_max, log_sum, squash, inner, outer, ignore_index, chunk_rows):
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

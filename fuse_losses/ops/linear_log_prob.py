@@ -16,18 +16,18 @@ SCHEMA = (
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate):
-        log_prob, row_max, log_sum = indexed_fwd(
+        log_prob, statistics = indexed_fwd(
             x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows
         )
-        return log_prob, row_max + log_sum, row_max, log_sum
+        return log_prob, statistics[0] + statistics[1], statistics
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         x, weight, bias, target, _, *how = inputs
-        _, _, row_max, log_sum = output
+        statistics = output[2]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(row_max, log_sum)
-        ctx.save_for_backward(x, weight, bias, target, row_max, log_sum)
+        ctx.mark_non_differentiable(statistics)
+        ctx.save_for_backward(x, weight, bias, target, statistics)
         ctx.how = how
 
     @staticmethod
@@ -48,11 +48,9 @@ def linear_log_prob(x, weight, bias, target, logits, squash, inner, outer, ignor
     if logits is not None:
         logits = logits.detach()
     if any(needs_gradient(tensor) for tensor in (x, weight, bias)):
-        values, lse, _, _ = _LinearLogProb.apply(
+        values, lse, _ = _LinearLogProb.apply(
             x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows, accumulate
         )
         return values, lse
-    log_prob, row_max, log_sum = indexed_fwd(
-        x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows
-    )
-    return log_prob, row_max + log_sum
+    log_prob, statistics = indexed_fwd(x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows)
+    return log_prob, statistics[0] + statistics[1]

@@ -33,9 +33,7 @@ class _LinearNllSum(torch.autograd.Function):
                 accumulate, *needs[:3],
             )  # fmt: skip
         else:
-            log_prob, _, _ = indexed_fwd(
-                x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows
-            )
+            log_prob, _ = indexed_fwd(x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows)
             grads = [None, None, None]
         made = [grad if need else None for grad, need in zip(grads, needs[:3], strict=True)]
         return _weighted_sum(log_prob, row_weight), log_prob if needs[3] else None, *made
@@ -87,5 +85,5 @@ def linear_nll_sum(
             accumulate, needs,
         )  # fmt: skip
         return total
-    log_prob, _, _ = indexed_fwd(x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows)
+    log_prob, _ = indexed_fwd(x, weight, bias, target, logits, squash, inner, outer, ignore_index, chunk_rows)
     return _weighted_sum(log_prob, row_weight)

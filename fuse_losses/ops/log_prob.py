@@ -4,7 +4,7 @@ import torch
 
 from fuse_losses.ops.autograd import forbid_double_backward, last_derivative, needs_gradient
 from fuse_losses.ops.checks import check_how, check_rows
-from fuse_losses.ops.indexed import given_bwd, given_fwd
+from fuse_losses.ops.given import given_bwd, given_fwd
 
 SCHEMA = (
     "log_prob(Tensor logits, Tensor target, str squash, float inner, float outer, SymInt ignore_index, "
@@ -15,16 +15,16 @@ SCHEMA = (
 class _LogProb(torch.autograd.Function):
     @staticmethod
     def forward(logits, target, squash, inner, outer, ignore_index, chunk_rows):
-        log_prob, row_max, log_sum = given_fwd(logits, target, squash, inner, outer, ignore_index, chunk_rows)
-        return log_prob, row_max + log_sum, row_max, log_sum
+        log_prob, statistics = given_fwd(logits, target, squash, inner, outer, ignore_index, chunk_rows)
+        return log_prob, statistics[0] + statistics[1], statistics
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         logits, target, *how = inputs
-        _, _, row_max, log_sum = output
+        statistics = output[2]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(row_max, log_sum)
-        ctx.save_for_backward(logits, target, row_max, log_sum)
+        ctx.mark_non_differentiable(statistics)
+        ctx.save_for_backward(logits, target, statistics)
         ctx.how = how
 
     @staticmethod
@@ -49,7 +49,7 @@ def log_prob(logits, target, squash, inner, outer, ignore_index, chunk_rows):
         raise ValueError(f"logits must be [N, V], got {tuple(logits.shape)}")
     check_rows(logits.shape[0], target)
     if needs_gradient(logits):
-        values, lse, _, _ = _LogProb.apply(logits, target, squash, inner, outer, ignore_index, chunk_rows)
+        values, lse, _ = _LogProb.apply(logits, target, squash, inner, outer, ignore_index, chunk_rows)
         return values, lse
-    values, row_max, log_sum = given_fwd(logits, target, squash, inner, outer, ignore_index, chunk_rows)
-    return values, row_max + log_sum
+    log_prob, statistics = given_fwd(logits, target, squash, inner, outer, ignore_index, chunk_rows)
+    return log_prob, statistics[0] + statistics[1]

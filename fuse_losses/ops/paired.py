@@ -1,5 +1,5 @@
-"""Inner operators for two distributions per row. They know nothing of autograd: which gradients to compute is an
-argument, `needs`, one bool for each of p, p_weight, p_bias, q, q_weight, q_bias.
+"""Inner operators for two distributions per row, one or both of them projected. They know nothing of autograd: which
+gradients to compute is an argument, `needs`, one bool for each of p, p_weight, p_bias, q, q_weight, q_bias.
 
 A side with a weight is projected: its tensor is x [N, H], and its logits are made chunk by chunk, in float32 (float64
 for float64) whatever x's dtype, because a divergence of close distributions lives in their last digits. The gradient
@@ -144,11 +144,9 @@ class _Loop:
         row_bytes = self.p.row_bytes + self.q.row_bytes
         if few:  # their logits are smaller than the weight's gradient, and are gone before it is made
             self.chunk_rows = how.chunk_rows
-        elif row_bytes or self.kernels.TEMPORARIES:
+        else:
             sides = (self.p.row_bytes > 0) + (self.q.row_bytes > 0)
             self.chunk_rows = rows_per_chunk(self.rows, how.chunk_rows, row_bytes, max(1, sides))
-        else:  # all at once: nothing of [C, V] is allocated
-            self.chunk_rows = max(1, self.rows)
         self.p.start(self.chunk_rows)
         self.q.start(self.chunk_rows)
 
@@ -210,11 +208,10 @@ def paired_bwd(grad, statistics, *args):
     with no_autocast(args[0]):
         loop = _Loop(tensors, how)
         loop.start_gradients(tuple(needs), accumulate, waiting=False)
-        weight = grad.to(statistics.dtype).contiguous()
 
         def kernel(part, p, q, p_out, q_out) -> None:
             loop.kernels.paired_bwd(
-                p, q, loop.divergence, loop.k, cut(weight, part), cut(statistics, part, 1), p_out, q_out
+                p, q, loop.divergence, loop.k, cut(grad, part), cut(statistics, part, 1), p_out, q_out
             )  # fmt: skip
 
         loop.visit(kernel)

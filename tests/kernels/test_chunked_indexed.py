@@ -15,12 +15,12 @@ def test_every_element_is_written_and_inputs_are_not(squash, dtype):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     logits, column = torch.randn(4, 33).to(dtype), torch.tensor([3, -1, 0, 32])
     before = logits.clone()
-    log_prob, row_max, log_sum, again = (torch.full((4,), float("nan"), dtype=wide) for _ in range(4))
-    indexed.indexed_fwd(logits, column, -1, squash, log_prob, row_max, log_sum)
+    log_prob, again, statistics = (torch.full(shape, float("nan"), dtype=wide) for shape in ((4,), (4,), (2, 4)))
+    indexed.indexed_fwd(logits, column, -1, squash, log_prob, statistics)
     weight = torch.tensor([1.0, float("nan"), 0.5, 2.0], dtype=wide)  # of a row without a target: nobody reads it
     both, bwd = torch.full((2, 4, 33), float("nan"), dtype=dtype)
     indexed.indexed_fwd_bwd(logits, column, -1, weight, squash, again, both)
-    indexed.indexed_bwd(logits, column, -1, -weight, None, row_max, log_sum, squash, bwd)
+    indexed.indexed_bwd(logits, column, -1, -weight, None, statistics, squash, bwd)
     assert torch.equal(logits, before)
     leaf = logits.to(torch.float64).requires_grad_()
     z = squash.inner * leaf

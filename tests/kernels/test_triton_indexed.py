@@ -55,8 +55,9 @@ def oracle_gradient(logits, column, on_target, on_all, squash):
     return dz * slope * squash.inner * squash.outer
 
 
-def statistics(kernels, logits, column, squash):
-    out = [unwritten(ROWS) for _ in range(3)]
+def forward(kernels, logits, column, squash):
+    """(log_prob, statistics), the latter strided as those of a chunk are."""
+    out = unwritten(ROWS), unwritten(2, ROWS + 3)[:, :ROWS]
     kernels.indexed_fwd(logits, column, -1, squash, *out)
     return out
 
@@ -76,16 +77,16 @@ def close(actual, expected, roundings=8.0):
 def test_against_the_oracle(triton_kernels, vocab, dtype, squash):
     logits, column = chunk(vocab, dtype)
     before = logits.clone()
-    log_prob, row_max, log_sum = statistics(triton_kernels, logits, column, squash)
+    log_prob, statistics = forward(triton_kernels, logits, column, squash)
     z, expected, _ = oracle(logits, column, squash)
     largest = max(1.0, z.abs().max().item())
     close(log_prob, expected, 16 * largest)
-    close(row_max + log_sum, z.logsumexp(1), 16 * largest)
+    close(statistics.sum(0), z.logsumexp(1), 16 * largest)
     assert log_prob[1] == 0
 
     of_log_prob, of_lse = torch.randn(2, ROWS, device=DEVICE)
     out = unwritten(ROWS, vocab, dtype=dtype)
-    triton_kernels.indexed_bwd(logits, column, -1, of_log_prob, of_lse, row_max, log_sum, squash, out)
+    triton_kernels.indexed_bwd(logits, column, -1, of_log_prob, of_lse, statistics, squash, out)
     on_target = torch.where(column < 0, 0.0, of_log_prob)
     close(out, oracle_gradient(logits, column, on_target, of_lse - on_target, squash), 32 * largest)
     assert torch.equal(logits, before)
@@ -119,11 +120,11 @@ def test_against_the_chunked_kernels_at_the_edges(triton_kernels, squash):
     weight[1] = 0
     results = []
     for kernels in (triton_kernels, chunked):
-        log_prob, row_max, log_sum = statistics(kernels, logits, column, squash)
+        log_prob, statistics = forward(kernels, logits, column, squash)
         bwd, both, again = unwritten(ROWS, vocab), unwritten(ROWS, vocab), unwritten(ROWS)
-        kernels.indexed_bwd(logits, column, -1, of_log_prob, of_lse, row_max, log_sum, squash, bwd)
+        kernels.indexed_bwd(logits, column, -1, of_log_prob, of_lse, statistics, squash, bwd)
         kernels.indexed_fwd_bwd(logits, column, -1, weight, squash, again, both)
-        results.append([log_prob, row_max + log_sum, bwd, both, again])
+        results.append([log_prob, statistics.sum(0), bwd, both, again])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6, equal_nan=True)
     log_prob, _, bwd, both, _ = results[0]
@@ -146,17 +147,16 @@ def test_strides(triton_kernels):
     logits, column = chunk(130, torch.float32)
     transposed = logits.t().contiguous().t()
     padded = unwritten(ROWS, 200)[:, :130].copy_(logits)
-    expected = statistics(triton_kernels, logits, column, squash)
+    expected = forward(triton_kernels, logits, column, squash)
     of_log_prob, of_lse = torch.randn(2, ROWS, device=DEVICE)
     out = unwritten(ROWS, 130)
-    triton_kernels.indexed_bwd(logits, column, -1, of_log_prob, of_lse, *expected[1:], squash, out)
+    triton_kernels.indexed_bwd(logits, column, -1, of_log_prob, of_lse, expected[1], squash, out)
     for strided in (transposed, padded):
         assert all(
-            torch.equal(a, b)
-            for a, b in zip(statistics(triton_kernels, strided, column, squash), expected, strict=True)
+            torch.equal(a, b) for a, b in zip(forward(triton_kernels, strided, column, squash), expected, strict=True)
         )
         other = unwritten(130, ROWS).t() if strided is transposed else unwritten(ROWS, 200)[:, :130]
-        triton_kernels.indexed_bwd(strided, column, -1, of_log_prob, of_lse, *expected[1:], squash, other)
+        triton_kernels.indexed_bwd(strided, column, -1, of_log_prob, of_lse, expected[1], squash, other)
         assert torch.equal(other, out)
 
 
@@ -171,11 +171,11 @@ def test_gradients_that_are_missing_expanded_or_of_another_dtype(triton_kernels,
     one = torch.tensor(0.7, device=DEVICE)
     results = []
     for kernels in (triton_kernels, chunked):
-        row_max, log_sum, log_prob = (unwritten(ROWS) for _ in range(3))
-        kernels.indexed_fwd(logits, target, ignore, squash, log_prob, row_max, log_sum)
+        statistics = unwritten(2, ROWS)
+        kernels.indexed_fwd(logits, target, ignore, squash, unwritten(ROWS), statistics)
         for above in ((of_log_prob, None), (None, of_lse), (one.expand(ROWS), of_lse.bfloat16())):
             results.append(unwritten(ROWS, vocab))
-            kernels.indexed_bwd(logits, target, ignore, *above, row_max, log_sum, squash, results[-1])
+            kernels.indexed_bwd(logits, target, ignore, *above, statistics, squash, results[-1])
     for ours, theirs in zip(results[:3], results[3:], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
     assert torch.equal(results[0][1], torch.zeros_like(results[0][1])) and results[1][1].abs().max() > 0
@@ -185,5 +185,5 @@ def test_gradients_that_are_missing_expanded_or_of_another_dtype(triton_kernels,
 def test_a_column_beyond_the_row_is_not_read(triton_kernels):
     logits, column = chunk(64, torch.float32)
     column[0] = 10**12
-    log_prob, _, log_sum = statistics(triton_kernels, logits, column, SQUASHES[0])
-    assert log_prob[0].isnan() and log_prob[1:].isfinite().all() and log_sum.isfinite().all()
+    log_prob, statistics = forward(triton_kernels, logits, column, SQUASHES[0])
+    assert log_prob[0].isnan() and log_prob[1:].isfinite().all() and statistics.isfinite().all()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fuse_losses.ops.given as inner_given
 import fuse_losses.ops.indexed as inner
 
 OPS = torch.ops.fuse_losses
@@ -49,7 +50,7 @@ def test_opcheck_inner(make_problem, dtype, needs):
     x, bias, target, how = problem.x, problem.bias, problem.target, problem.how
     weight = problem.weight.t().contiguous().t()  # gradients keep its strides
     logits = torch.nn.functional.linear(x, weight, bias)
-    log_prob, row_max, log_sum = inner.indexed_fwd(x, weight, bias, target, None, *how, 2)
+    log_prob, statistics = inner.indexed_fwd(x, weight, bias, target, None, *how, 2)
     torch.library.opcheck(inner.indexed_fwd.operator, (x, weight, bias, target, None, *how, 2))
     torch.library.opcheck(
         inner.indexed_fwd_grad.operator,
@@ -58,10 +59,10 @@ def test_opcheck_inner(make_problem, dtype, needs):
     upstream = torch.randn_like(log_prob)
     for a, b in ((upstream, None), (None, upstream), (upstream, upstream)):
         torch.library.opcheck(
-            inner.indexed_bwd.operator, (a, b, x, weight, bias, target, row_max, log_sum, *how, 2, "float32", *needs)
+            inner.indexed_bwd.operator, (a, b, x, weight, bias, target, statistics, *how, 2, "float32", *needs)
         )
-        torch.library.opcheck(inner.given_bwd.operator, (a, b, logits, target, row_max, log_sum, *how, 2))
-    torch.library.opcheck(inner.given_fwd.operator, (logits, target, *how, 2))
+        torch.library.opcheck(inner_given.given_bwd.operator, (a, b, logits, target, statistics, *how, 2))
+    torch.library.opcheck(inner_given.given_fwd.operator, (logits, target, *how, 2))
 
 
 class Record(TorchDispatchMode):

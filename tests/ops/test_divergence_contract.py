@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fuse_losses.ops.given as inner_given
 import fuse_losses.ops.paired as inner
 from tests.losses.pages import CASES
 from tests.ops.pair import OPS, graded, make_pair
@@ -54,6 +55,17 @@ def test_opcheck_inner(dtypes, needs):
         )
         weighted = (*pair.tensors, pair.row_weight, *pair.how(), 2, "float32", needs)
         torch.library.opcheck(inner.paired_fwd_grad.operator, weighted)
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F32), (F16, F64)], ids=str)
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
+def test_opcheck_given(dtypes, needs):
+    pair = make_pair(rows=5, vocab=7, dtypes=dtypes, given=("log_probs", "logits"))
+    arguments = (pair.tensors[0], pair.tensors[3].t().contiguous().t(), *pair.how(), 2, *needs)
+    torch.library.opcheck(inner_given.given_pair_fwd.operator, arguments)
+    d, statistics = inner_given.given_pair_fwd(*arguments)
+    for upstream in (torch.randn_like(d), torch.randn((), dtype=d.dtype).expand(5)):
+        torch.library.opcheck(inner_given.given_pair_bwd.operator, (upstream, statistics, *arguments))
 
 
 class Record(TorchDispatchMode):

@@ -4,7 +4,8 @@ The row-kernel interface, shared with `kernels.triton.indexed`. Every function w
 products of any float dtype and stride, `target` [C] int32 or int64. A row whose target is `ignore_index` has none: its
 log-probability is 0 and has no gradient. Any other target outside of [0, V) raises IndexError on the CPU and trips a
 device assert elsewhere, in the forward. Per-row values are [C] in float32 (float64 for float64 logits), contiguous but
-for gradients, which may be expanded and of any float dtype. Outputs are written to tensors that the caller gives.
+for gradients, which may be expanded and of any float dtype. `statistics` [2, C], whose rows are contiguous, is
+`row_max` and `log_sum = log(sum(exp(z - row_max)))`. Outputs are written to tensors that the caller gives.
 `out` [C, V] receives the gradient with respect to the raw products and may be `logits` itself. A row without a
 gradient gets exact zeros, whatever its logits are.
 """
@@ -25,10 +26,10 @@ def indexed_fwd(
     ignore_index: int,
     squash: Squash,
     log_prob: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
+    statistics: Tensor,
 ) -> None:
-    """Write `row_max`, `log_sum = log(sum(exp(z - row_max)))` and `log_prob = z[target] - lse` (0 without one)."""
+    """Write `statistics` and `log_prob = z[target] - lse` (0 without one)."""
+    row_max, log_sum = statistics
     column = _checked_columns(target, ignore_index, logits.shape[1])
     z = squash_into(logits, squash, torch.empty(logits.shape, dtype=log_prob.dtype, device=logits.device))  # [C, V]
     picked = _pick(z, column)
@@ -43,12 +44,12 @@ def indexed_bwd(
     ignore_index: int,
     grad_log_prob: Tensor | None,
     grad_lse: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
+    statistics: Tensor,
     squash: Squash,
     out: Tensor,
 ) -> None:
     """Write to `out` the gradient that comes from those of log_prob and lse; the statistics are `indexed_fwd`'s."""
+    row_max, log_sum = statistics
     column = _columns(target, ignore_index)
     on_target, on_all = _coefficients(column, grad_log_prob, grad_lse, row_max.dtype)
     z = squash_into(logits, squash, _work(out, on_all.dtype))  # [C, V]

@@ -2,7 +2,8 @@
 
 The row-kernel interface, shared with `kernels.triton.paired`. Every function works on one chunk of two sides: student
 p and teacher q, whose values [C, V] may have any float dtypes and strides, a `Divergence` and its parameter k. Per-row
-values are contiguous [C] in float32 (float64 where a side is float64); `statistics` is [6, C]: row maximum and
+values are contiguous [C] in float32 (float64 where a side is float64), but for the backward's `weight`, which may be
+expanded and of any float dtype; `statistics` is [6, C]: row maximum and
 `sum(exp(z - maximum))` of p, the same of q, and sum(phi1) / sum(p) and sum(phi2) / sum(q) over the row, centred,
 for a side that is given as logits and is `needed`; it may be strided in its first dim.
 
@@ -62,6 +63,7 @@ def paired_bwd(
     q_out: Tensor | None,
 ) -> None:
     """Write `weight` times the gradients of the divergence; the statistics are `paired_fwd`'s."""
+    weight = weight.to(statistics.dtype)
     p_read, q_read = _read(p, statistics[0:2]), _read(q, statistics[2:4])
     means = statistics[4], statistics[5]
     _gradients_into((p_out, q_out), (p, q), (p_read, q_read), divergence, k, weight, means)

@@ -3,13 +3,15 @@
 The interface and its contract are those of `kernels.chunked.indexed`.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fuse_losses.kernels.squash import Squash
-from fuse_losses.kernels.triton.launch import num_warps
+from fuse_losses.kernels.triton.launch import Launcher, num_warps
 from fuse_losses.kernels.triton.squash import SQUASHES
 from fuse_losses.kernels.triton.tile import block_size, load_logits, row_statistics
 
@@ -85,8 +87,8 @@ def _zero_row(out_ptr, vocab, out_col_stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def indexed_fwd_kernel(
-    logits_ptr, target_ptr, ignore_index, log_prob_ptr, row_max_ptr, log_sum_ptr, vocab, row_stride, col_stride,
-    inner, outer,
+    logits_ptr, target_ptr, log_prob_ptr, statistics_ptr,
+    ignore_index, statistics_stride, vocab, row_stride, col_stride, inner, outer,
     SQUASH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # row * row_stride passes 2^31
@@ -94,15 +96,16 @@ def indexed_fwd_kernel(
     column = _column(target_ptr, row, vocab, ignore_index, True)
     picked = _picked_logit(row_ptr, column, vocab, col_stride, inner, outer, SQUASH)
     top, log_sum = row_statistics(row_ptr, vocab, col_stride, inner, outer, SQUASH, BLOCK)
-    tl.store(row_max_ptr + row, top)
-    tl.store(log_sum_ptr + row, log_sum)
+    tl.store(statistics_ptr + row, top)
+    tl.store(statistics_ptr + statistics_stride + row, log_sum)
     tl.store(log_prob_ptr + row, tl.where(column < 0, 0.0, (picked - top) - log_sum))
 
 
 @triton.jit
 def indexed_bwd_kernel(
-    logits_ptr, target_ptr, ignore_index, grad_log_prob_ptr, grad_log_prob_stride, grad_lse_ptr, grad_lse_stride,
-    row_max_ptr, log_sum_ptr, out_ptr, vocab, row_stride, col_stride, out_row_stride, out_col_stride, inner, outer,
+    logits_ptr, target_ptr, grad_log_prob_ptr, grad_lse_ptr, statistics_ptr, out_ptr,
+    ignore_index, grad_log_prob_stride, grad_lse_stride, statistics_stride, vocab,
+    row_stride, col_stride, out_row_stride, out_col_stride, inner, outer,
     SQUASH: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -118,15 +121,16 @@ def indexed_bwd_kernel(
         _zero_row(out_row_ptr, vocab, out_col_stride, BLOCK)
     else:
         _gradient_row(
-            logits_ptr + row * row_stride, out_row_ptr, column, on_target, on_all, tl.load(row_max_ptr + row),
-            tl.load(log_sum_ptr + row), vocab, col_stride, out_col_stride, inner, outer, SQUASH, SLOPE, BLOCK,
+            logits_ptr + row * row_stride, out_row_ptr, column, on_target, on_all, tl.load(statistics_ptr + row),
+            tl.load(statistics_ptr + statistics_stride + row), vocab, col_stride, out_col_stride, inner, outer,
+            SQUASH, SLOPE, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def indexed_fwd_bwd_kernel(
-    logits_ptr, target_ptr, ignore_index, weight_ptr, log_prob_ptr, out_ptr, vocab,
-    row_stride, col_stride, out_row_stride, out_col_stride, inner, outer,
+    logits_ptr, target_ptr, weight_ptr, log_prob_ptr, out_ptr,
+    ignore_index, vocab, row_stride, col_stride, out_row_stride, out_col_stride, inner, outer,
     SQUASH: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -152,21 +156,28 @@ def indexed_fwd_bwd_kernel(
             )  # fmt: skip
 
 
+def _constants(vocab: int, device: torch.device, squash: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    function, slope = SQUASHES[squash]
+    block = block_size(vocab)
+    # Triton leaves asserts out unless told otherwise, and would then guard every integer against overflow too
+    options = {"num_warps": num_warps(block, device), "debug": True, "sanitize_overflow": False}
+    return {"SQUASH": function, "SLOPE": slope, "BLOCK": block}, options
+
+
+_fwd = Launcher(indexed_fwd_kernel, _constants)
+_bwd = Launcher(indexed_bwd_kernel, _constants)
+_fwd_bwd = Launcher(indexed_fwd_bwd_kernel, _constants)
+
+
 def indexed_fwd(
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    squash: Squash,
-    log_prob: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
+    logits: Tensor, target: Tensor, ignore_index: int, squash: Squash, log_prob: Tensor, statistics: Tensor
 ) -> None:
-    """Write `row_max`, `log_sum = log(sum(exp(z - row_max)))` and `log_prob = z[target] - lse` (0 without one)."""
-    with torch.cuda.device_of(logits):
-        indexed_fwd_kernel[(logits.shape[0],)](
-            logits, target.contiguous(), ignore_index, log_prob, row_max, log_sum, logits.shape[1], *logits.stride(),
-            squash.inner, squash.outer, SQUASH=SQUASHES[squash.name][0], **_tile(logits), **_ASSERTING,
-        )  # fmt: skip
+    """Write `statistics` and `log_prob = z[target] - lse` (0 without one)."""
+    _fwd(
+        (logits, target.contiguous(), log_prob, statistics),
+        (ignore_index, statistics.stride(0), logits.shape[1], *logits.stride(), squash.inner, squash.outer),
+        (squash.name,),
+    )
 
 
 def indexed_bwd(
@@ -175,19 +186,17 @@ def indexed_bwd(
     ignore_index: int,
     grad_log_prob: Tensor | None,
     grad_lse: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
+    statistics: Tensor,
     squash: Squash,
     out: Tensor,
 ) -> None:
     """Write to `out` the gradient that comes from those of log_prob and lse; the statistics are `indexed_fwd`'s."""
-    function, slope = SQUASHES[squash.name]
-    with torch.cuda.device_of(logits):
-        indexed_bwd_kernel[(logits.shape[0],)](
-            logits, target.contiguous(), ignore_index, *_strided(grad_log_prob), *_strided(grad_lse), row_max, log_sum,
-            out, logits.shape[1], *logits.stride(), *out.stride(), squash.inner, squash.outer,
-            SQUASH=function, SLOPE=slope, **_tile(logits),
-        )  # fmt: skip
+    strides = _stride(grad_log_prob), _stride(grad_lse), statistics.stride(0)
+    _bwd(
+        (logits, target.contiguous(), grad_log_prob, grad_lse, statistics, out),
+        (ignore_index, *strides, logits.shape[1], *logits.stride(), *out.stride(), squash.inner, squash.outer),
+        (squash.name,),
+    )
 
 
 def indexed_fwd_bwd(
@@ -200,23 +209,13 @@ def indexed_fwd_bwd(
     out: Tensor,
 ) -> None:
     """Write `log_prob` and the gradient of `weight * -log_prob` in one visit."""
-    function, slope = SQUASHES[squash.name]
-    with torch.cuda.device_of(logits):
-        indexed_fwd_bwd_kernel[(logits.shape[0],)](
-            logits, target.contiguous(), ignore_index, weight, log_prob, out, logits.shape[1], *logits.stride(),
-            *out.stride(), squash.inner, squash.outer, SQUASH=function, SLOPE=slope, **_tile(logits), **_ASSERTING,
-        )  # fmt: skip
+    _fwd_bwd(
+        (logits, target.contiguous(), weight, log_prob, out),
+        (ignore_index, logits.shape[1], *logits.stride(), *out.stride(), squash.inner, squash.outer),
+        (squash.name,),
+    )
 
 
-# Triton leaves asserts out unless told otherwise, and would then guard every integer against overflow too
-_ASSERTING = {"debug": True, "sanitize_overflow": False}
-
-
-def _tile(logits: Tensor) -> dict[str, int]:
-    block = block_size(logits.shape[1])
-    return {"BLOCK": block, "num_warps": num_warps(block, logits.device)}
-
-
-def _strided(values: Tensor | None) -> tuple[Tensor | None, int]:
-    """Per-row values as a kernel reads them; those of an expanded gradient are one element."""
-    return values, 0 if values is None else values.stride(0)
+def _stride(values: Tensor | None) -> int:
+    """How far per-row values are apart; those of an expanded gradient are one element."""
+    return 0 if values is None else values.stride(0)

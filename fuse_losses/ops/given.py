@@ -1,0 +1,130 @@
+"""Inner operators over given logits and distributions: nothing is projected, and nothing of [N, V] but a gradient made.
+
+They know nothing of autograd: which gradients to compute is an argument. On a GPU each is one launch, which takes less
+than the host's time for it where rows are few or short: what they do in Python should be little.
+"""
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fuse_losses.kernels.side import Side
+from fuse_losses.kernels.squash import Squash
+from fuse_losses.losses import page
+from fuse_losses.ops.chunk_loop import cut, parts
+from fuse_losses.ops.dispatch import indexed_kernels, paired_kernels
+from fuse_losses.ops.indexed import cut_those, per_row
+from fuse_losses.ops.inner import inner_operator, no_autocast
+from fuse_losses.ops.paired import HOW, STATISTICS, How, values_dtype
+
+
+def _visits(kernels: ModuleType, rows: int, chunk_rows: int) -> Iterator[slice]:
+    """The rows of each kernel call: all of them where the kernels make no temporaries."""
+    return parts(rows, chunk_rows if kernels.TEMPORARIES else max(1, rows))
+
+
+def _gradient(like: Tensor) -> Tensor:
+    """Memory for a gradient [N, V] of its own, whatever the strides of the given tensor."""
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+@inner_operator()
+def given_fwd(
+    logits: Tensor,
+    target: Tensor,
+    squash: str,
+    inner: float,
+    outer: float,
+    ignore_index: int,
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor]:
+    """log_prob [N] of given raw products [N, V], and their statistics [2, N]: row_max and log_sum."""
+    kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
+    log_prob, statistics = per_row(logits)
+    with no_autocast(logits):
+        for part in _visits(kernels, logits.shape[0], chunk_rows):
+            rows = cut(logits, part), cut(target, part), ignore_index
+            kernels.indexed_fwd(*rows, how, cut(log_prob, part), cut(statistics, part, 1))
+    return log_prob, statistics
+
+
+@given_fwd.register_fake
+def _(logits, target, squash, inner, outer, ignore_index, chunk_rows):
+    return per_row(logits)
+
+
+@inner_operator()
+def given_bwd(
+    grad_log_prob: Tensor | None,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    squash: str,
+    inner: float,
+    outer: float,
+    ignore_index: int,
+    chunk_rows: int,
+) -> Tensor:
+    """Gradient for given raw products [N, V], in their dtype, from those of log_prob and lse."""
+    kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
+    out = _gradient(logits)
+    with no_autocast(logits):
+        for part in _visits(kernels, logits.shape[0], chunk_rows):
+            rows = cut(logits, part), cut(target, part), ignore_index
+            above = cut_those(part, grad_log_prob, grad_lse)
+            kernels.indexed_bwd(*rows, *above, cut(statistics, part, 1), how, cut(out, part))
+    return out
+
+
+@given_bwd.register_fake
+def _(grad_log_prob, grad_lse, logits, target, statistics, squash, inner, outer, ignore_index, chunk_rows):
+    return _gradient(logits)
+
+
+def _sides(p: Tensor, q: Tensor, part: slice, how: How) -> tuple[Side, Side]:
+    return (
+        Side(cut(p, part), how.p_form, Squash(how.p_squash, how.p_inner, how.p_outer)),
+        Side(cut(q, part), how.q_form, Squash(how.q_squash, how.q_inner, how.q_outer)),
+    )
+
+
+@inner_operator(f"(Tensor p, Tensor q, {HOW}, bool p_needs, bool q_needs) -> (Tensor, Tensor)")
+def given_pair_fwd(p, q, *arguments):
+    """The divergence [N] of every row of two given sides, and statistics [6, N] for a backward."""
+    how, needs = How(*arguments[:-2]), arguments[-2:]
+    kernels, divergence = paired_kernels(p.dtype, q.dtype, p.device), page(how.name, how.masked)
+    d, statistics = _pair_values(p, q)
+    with no_autocast(p):
+        for part in _visits(kernels, p.shape[0], how.chunk_rows):
+            of_rows = cut(d, part), cut(statistics, part, 1)
+            kernels.paired_fwd(*_sides(p, q, part, how), divergence, how.parameter, *of_rows, needs)
+    return d, statistics
+
+
+@given_pair_fwd.register_fake
+def _pair_values(p, q, *_):
+    dtype = values_dtype(p, q)
+    return p.new_empty(p.shape[0], dtype=dtype), p.new_empty(STATISTICS, p.shape[0], dtype=dtype)
+
+
+@inner_operator(
+    f"(Tensor grad, Tensor statistics, Tensor p, Tensor q, {HOW}, bool p_needs, bool q_needs) -> Tensor[]"
+)  # fmt: skip
+def given_pair_bwd(grad, statistics, p, q, *arguments):
+    """Gradients for those of the two sides that need one, [N, V] in their dtypes, from that of the divergence [N]."""
+    how, needs = How(*arguments[:-2]), arguments[-2:]
+    kernels, divergence = paired_kernels(p.dtype, q.dtype, p.device), page(how.name, how.masked)
+    outs = [_gradient(side) if need else None for side, need in zip((p, q), needs, strict=True)]
+    with no_autocast(p):
+        for part in _visits(kernels, p.shape[0], how.chunk_rows):
+            of_rows = cut(grad, part), cut(statistics, part, 1), *cut_those(part, *outs)
+            kernels.paired_bwd(*_sides(p, q, part, how), divergence, how.parameter, *of_rows)
+    return [out for out in outs if out is not None]
+
+
+@given_pair_bwd.register_fake
+def _(grad, statistics, p, q, *arguments):
+    return [_gradient(side) for side, need in zip((p, q), arguments[-2:], strict=True) if need]
