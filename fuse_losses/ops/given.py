@@ -4,10 +4,10 @@ They know nothing of autograd: which gradients to compute is an argument. On a G
 than the host's time for it where rows are few or short: what they do in Python should be little.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from fuse_losses.kernels.side import Side
@@ -15,19 +15,24 @@ from fuse_losses.kernels.squash import Squash
 from fuse_losses.losses import page
 from fuse_losses.ops.chunk_loop import cut, parts
 from fuse_losses.ops.dispatch import indexed_kernels, paired_kernels
-from fuse_losses.ops.indexed import cut_those, per_row
+from fuse_losses.ops.indexed import per_row
 from fuse_losses.ops.inner import inner_operator, no_autocast
 from fuse_losses.ops.paired import HOW, STATISTICS, How, values_dtype
 
 
-def _visits(kernels: ModuleType, rows: int, chunk_rows: int) -> Iterator[slice]:
-    """The rows of each kernel call: all of them where the kernels make no temporaries."""
-    return parts(rows, chunk_rows if kernels.TEMPORARIES else max(1, rows))
+def _visit(kernels: ModuleType, chunk_rows: int, run: Callable[..., None], statistics: Tensor, *rows: Any) -> None:
+    """Call `run(statistics, *rows)` for some rows at a time, for all at once where the kernels make no temporaries."""
+    if not kernels.TEMPORARIES:
+        run(statistics, *rows)
+        return
+    with no_autocast(statistics):
+        for part in parts(statistics.shape[1], chunk_rows):
+            run(cut(statistics, part, 1), *[None if values is None else cut(values, part) for values in rows])
 
 
 def _gradient(like: Tensor) -> Tensor:
     """Memory for a gradient [N, V] of its own, whatever the strides of the given tensor."""
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return like.new_empty(like.shape)
 
 
 @inner_operator()
@@ -43,10 +48,11 @@ def given_fwd(
     """log_prob [N] of given raw products [N, V], and their statistics [2, N]: row_max and log_sum."""
     kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
     log_prob, statistics = per_row(logits)
-    with no_autocast(logits):
-        for part in _visits(kernels, logits.shape[0], chunk_rows):
-            rows = cut(logits, part), cut(target, part), ignore_index
-            kernels.indexed_fwd(*rows, how, cut(log_prob, part), cut(statistics, part, 1))
+
+    def run(statistics, logits, target, log_prob):
+        kernels.indexed_fwd(logits, target, ignore_index, how, log_prob, statistics)
+
+    _visit(kernels, chunk_rows, run, statistics, logits, target, log_prob)
     return log_prob, statistics
 
 
@@ -71,11 +77,11 @@ def given_bwd(
     """Gradient for given raw products [N, V], in their dtype, from those of log_prob and lse."""
     kernels, how = indexed_kernels(logits), Squash(squash, inner, outer)
     out = _gradient(logits)
-    with no_autocast(logits):
-        for part in _visits(kernels, logits.shape[0], chunk_rows):
-            rows = cut(logits, part), cut(target, part), ignore_index
-            above = cut_those(part, grad_log_prob, grad_lse)
-            kernels.indexed_bwd(*rows, *above, cut(statistics, part, 1), how, cut(out, part))
+
+    def run(statistics, logits, target, grad_log_prob, grad_lse, out):
+        kernels.indexed_bwd(logits, target, ignore_index, grad_log_prob, grad_lse, statistics, how, out)
+
+    _visit(kernels, chunk_rows, run, statistics, logits, target, grad_log_prob, grad_lse, out)
     return out
 
 
@@ -84,10 +90,10 @@ def _(grad_log_prob, grad_lse, logits, target, statistics, squash, inner, outer,
     return _gradient(logits)
 
 
-def _sides(p: Tensor, q: Tensor, part: slice, how: How) -> tuple[Side, Side]:
+def _sides(p: Tensor, q: Tensor, how: How) -> tuple[Side, Side]:
     return (
-        Side(cut(p, part), how.p_form, Squash(how.p_squash, how.p_inner, how.p_outer)),
-        Side(cut(q, part), how.q_form, Squash(how.q_squash, how.q_inner, how.q_outer)),
+        Side(p, how.p_form, Squash(how.p_squash, how.p_inner, how.p_outer)),
+        Side(q, how.q_form, Squash(how.q_squash, how.q_inner, how.q_outer)),
     )
 
 
@@ -97,10 +103,11 @@ def given_pair_fwd(p, q, *arguments):
     how, needs = How(*arguments[:-2]), arguments[-2:]
     kernels, divergence = paired_kernels(p.dtype, q.dtype, p.device), page(how.name, how.masked)
     d, statistics = _pair_values(p, q)
-    with no_autocast(p):
-        for part in _visits(kernels, p.shape[0], how.chunk_rows):
-            of_rows = cut(d, part), cut(statistics, part, 1)
-            kernels.paired_fwd(*_sides(p, q, part, how), divergence, how.parameter, *of_rows, needs)
+
+    def run(statistics, p, q, d):
+        kernels.paired_fwd(*_sides(p, q, how), divergence, how.parameter, d, statistics, needs)
+
+    _visit(kernels, how.chunk_rows, run, statistics, p, q, d)
     return d, statistics
 
 
@@ -118,10 +125,11 @@ def given_pair_bwd(grad, statistics, p, q, *arguments):
     how, needs = How(*arguments[:-2]), arguments[-2:]
     kernels, divergence = paired_kernels(p.dtype, q.dtype, p.device), page(how.name, how.masked)
     outs = [_gradient(side) if need else None for side, need in zip((p, q), needs, strict=True)]
-    with no_autocast(p):
-        for part in _visits(kernels, p.shape[0], how.chunk_rows):
-            of_rows = cut(grad, part), cut(statistics, part, 1), *cut_those(part, *outs)
-            kernels.paired_bwd(*_sides(p, q, part, how), divergence, how.parameter, *of_rows)
+
+    def run(statistics, p, q, grad, *outs):
+        kernels.paired_bwd(*_sides(p, q, how), divergence, how.parameter, grad, statistics, *outs)
+
+    _visit(kernels, how.chunk_rows, run, statistics, p, q, grad, *outs)
     return [out for out in outs if out is not None]
 
 

@@ -20,7 +20,7 @@ def per_row(like: Tensor) -> tuple[Tensor, Tensor]:
     return like.new_empty(like.shape[0], dtype=dtype), like.new_empty(2, like.shape[0], dtype=dtype)
 
 
-def cut_those(part: slice, *values: Tensor | None) -> list[Tensor | None]:
+def _cut_those(part: slice, *values: Tensor | None) -> list[Tensor | None]:
     """Some rows of per-row values, of those that are there."""
     return [None if value is None else cut(value, part) for value in values]
 
@@ -159,7 +159,7 @@ def indexed_bwd(
     with no_autocast(x):
 
         def visit(part: slice, u: Tensor, du: Tensor) -> None:
-            above = cut_those(part, grad_log_prob, grad_lse)
+            above = _cut_those(part, grad_log_prob, grad_lse)
             kernels.indexed_bwd(u, cut(target, part), ignore_index, *above, cut(statistics, part, 1), how, du)
 
         needs = Needs(need_x, need_weight, need_bias, accumulate)
