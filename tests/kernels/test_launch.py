@@ -30,6 +30,13 @@ class Compiled:
         return lambda *arguments: self.kernel.again.append((grid, arguments))
 
 
+class Elsewhere:
+    """A tensor as another device would hold it."""
+
+    def __init__(self, x):
+        self.dtype, self.data_ptr, self.device = x.dtype, x.data_ptr, torch.device("cuda:1")
+
+
 def constants(vocab, device, form):
     return {"BLOCK": 2 * vocab, "OTHERS": 0, "FORM": form}, {"num_warps": 4}
 
@@ -44,7 +51,7 @@ def test_the_second_launch_of_a_kind_is_direct():
     for rows in (3, 5):
         x = torch.randn(rows, 16)
         launcher((x, None), (16, 0.5), ("logits",))
-        arguments = (x, None, 16, 0.5, "logits", 32)
+        arguments = (x.data_ptr() if kernel.again else x, None, 16, 0.5, "logits", 32)
         if rows == 3:
             assert not kernel.again
             ((grid, launched, options),) = kernel.launched
@@ -65,8 +72,9 @@ def test_the_second_launch_of_a_kind_is_direct():
         lambda x: ((x, x), (16, 0.5), ("probs",)),
         lambda x: ((x[:, :8], x), (16, 0.5), ("logits",)),
         lambda x: ((x, x.flatten()[1:]), (16, 0.5), ("logits",)),  # not where 16 bytes begin
+        lambda x: ((x, Elsewhere(x)), (16, 0.5), ("logits",)),
     ],
-    ids=["dtype", "other dtype", "none", "integer", "float", "constant", "vocab", "alignment"],
+    ids=["dtype", "other dtype", "none", "integer", "float", "constant", "vocab", "alignment", "device"],
 )
 def test_another_kind_is_left_to_triton(other):
     kernel = Kernel()
@@ -77,8 +85,11 @@ def test_another_kind_is_left_to_triton(other):
     assert len(kernel.launched) == 2 and not kernel.again
 
 
-def test_nothing_is_kept_of_what_is_interpreted():
-    kernel = Kernel(compiles=False)
+@pytest.mark.parametrize("hip", [None, "6.3"])
+def test_nothing_is_kept_of_what_is_interpreted_or_for_amd(monkeypatch, hip):
+    """AMD's compiler also asks for the size of a tensor's memory."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    kernel = Kernel(compiles=hip is not None)
     launcher = Launcher(kernel, constants)
     for _ in range(2):
         launcher((torch.randn(3, 16), None), (16, 0.5), ("logits",))

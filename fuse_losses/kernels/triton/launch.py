@@ -37,7 +37,7 @@ class Launcher:
     """Launches a kernel, one program per row, and keeps what Triton compiled for arguments of a kind.
 
     Triton would look at every argument again, each time, to find what it has compiled: that is half of the host's time
-    for a launch. A kind here is finer than Triton's: the numbers themselves, not only how they divide.
+    for a launch. A kind here is finer than Triton's for NVIDIA: the numbers themselves, not only how they divide.
     """
 
     def __init__(self, kernel: Any, constants: Callable[..., tuple[dict[str, Any], dict[str, Any]]]) -> None:
@@ -54,18 +54,21 @@ class Launcher:
         first = tensors[0]
         assert first is not None
         (rows, vocab), device = first.shape, first.device
-        kinds = [t if t is None else (t.dtype, t.data_ptr() % _ALIGNMENT) for t in tensors]
-        kind = (device, vocab, numbers, how, *kinds)
+        # as numbers, pointers are not looked up in the driver: a tensor of another device is another kind
+        pointers = [None if t is None else t.data_ptr() for t in tensors]
+        kinds = [None if t is None else (t.dtype, t.device) for t in tensors]
+        kind = (vocab, numbers, how, *kinds, *[None if p is None else p % _ALIGNMENT for p in pointers])
         known = self._compiled.get(kind)
         with _current(device):
             if known is not None:
                 compiled, constants = known
-                compiled[(rows, 1, 1)](*tensors, *numbers, *constants)
+                compiled[(rows, 1, 1)](*pointers, *numbers, *constants)
                 return
             named, options = self._constants(vocab, device, *how)
             constants = [named[name] for name in self._kernel.arg_names[len(tensors) + len(numbers) :]]
             compiled = self._kernel[(rows,)](*tensors, *numbers, *constants, **options)
-        if compiled is not None:  # the interpreter compiles nothing
+        # the interpreter compiles nothing; for AMD, Triton's kinds depend on the size of a tensor's memory too
+        if compiled is not None and torch.version.hip is None:
             if len(self._compiled) >= _MOST_KINDS:
                 self._compiled.clear()
             self._compiled[kind] = compiled, constants
