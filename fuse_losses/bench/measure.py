@@ -71,6 +71,30 @@ def time_step(
     return _timing([start.elapsed_time(end) for start, end in events])
 
 
+@contextlib.contextmanager
+def one_core(device: str) -> Iterator[None]:
+    """Keeps this process's threads on one processor while steps on CUDA are timed, where the system can.
+
+    Autograd launches from a thread of its own. Each time a scheduler moves one of the two, its caches start cold, which
+    can double the host's time, by chance and for every peer.
+    """
+    if device != "cuda" or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    _keep_threads_on({max(allowed)})
+    try:
+        yield
+    finally:
+        _keep_threads_on(allowed)
+
+
+def _keep_threads_on(processors: set[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), processors)
+
+
 def replayed(step: Callable[[], object], repeats: int, before: Callable[[], object]) -> Timing | None:
     """Time `step` replayed as one CUDA graph: its kernels, without the host that launches them.
 

@@ -28,6 +28,7 @@ class Row:
     floor_ms: float | None = None
     fused: int | None = None  # heads that fuse_losses fused in the graphs of this case, so far
     replay_ms: float | None = None  # the kernels alone, replayed as one CUDA graph
+    unpinned_ms: float | None = None  # where the scheduler may move the threads that launch them
     loss_error: float | None = None  # from float64, relative
     gradient_error: float | None = None
     overwrites: bool | None = None  # the peer wrote into its inputs

@@ -11,13 +11,22 @@ import torch
 from rich.console import Console
 
 from fuse_losses.bench.case import BenchError, Case, NotApplicable, Step, Workload
-from fuse_losses.bench.measure import MIB, clear, copy_bandwidth, matmul_rate, peak_memory, replayed, time_step
+from fuse_losses.bench.measure import (
+    MIB,
+    clear,
+    copy_bandwidth,
+    matmul_rate,
+    one_core,
+    peak_memory,
+    replayed,
+    time_step,
+)
 from fuse_losses.bench.peers import OURS, PEERS, Peer
 from fuse_losses.bench.record import Record, Row, here
 from fuse_losses.bench.table import text_tables
 from fuse_losses.bench.workloads import WORKLOADS
 
-REPLAYED_BELOW_MS = 5.0  # in longer steps the launches hide behind the kernels anyway
+SMALL_MS = 5.0  # in longer steps the launches hide behind the kernels
 
 
 def run(
@@ -100,10 +109,12 @@ def _measured(blank: Row, step: Step, device: str, repeats: int) -> Row:
     check = step.check() if step.check else None
     loss = step.run().mean().item()
     step.clear()
-    timing = time_step(step.run, device, repeats, warmup=3, before=step.clear)
-    replay = None
-    if device == "cuda" and blank.floor_ms and timing.median < REPLAYED_BELOW_MS:
+    with one_core(device):
+        timing = time_step(step.run, device, repeats, warmup=3, before=step.clear)
+    replay = unpinned = None
+    if device == "cuda" and blank.floor_ms and timing.median < SMALL_MS:
         replay = replayed(step.run, repeats, step.clear)
+        unpinned = time_step(step.run, device, repeats, warmup=3, before=step.clear)
     if not step.gradients_stay:
         step.clear()
     peak = peak_memory(step.run, device) / MIB
@@ -112,6 +123,7 @@ def _measured(blank: Row, step: Step, device: str, repeats: int) -> Row:
         blank,
         timing=timing,
         replay_ms=replay.median if replay else None,
+        unpinned_ms=unpinned.median if unpinned else None,
         peak_mib=peak,
         loss=loss,
         loss_error=check.errors.loss if check else None,

@@ -38,6 +38,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "spread": _spread,
     "x floor": lambda row: _number(".2f", row.ratio),
     "graph x floor": lambda row: _number(".2f", row.replay_ratio),
+    "unpinned ms": lambda row: _number(".3f", row.unpinned_ms),
     "peak MiB": lambda row: _number(",.0f", row.peak_mib),
     "loss": lambda row: _number(".4f", row.loss),
     "loss error": lambda row: _number(".1e", row.loss_error),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from rich.console import Console
 from fuse_losses.bench import run as bench
 from fuse_losses.bench.case import FORWARD, FULL, LOSS, BenchError, Phase
 from fuse_losses.bench.index import TABLES
-from fuse_losses.bench.measure import MIB, peak_memory, replayed, time_step, trace_memory
+from fuse_losses.bench.measure import MIB, one_core, peak_memory, replayed, time_step, trace_memory
 from fuse_losses.bench.peers import PEERS, version
 from fuse_losses.bench.record import Record
 from fuse_losses.bench.workloads import HEADS, WORKLOADS, linear_ce
@@ -39,8 +41,7 @@ def test_every_peer_agrees_on_the_loss(workload: str) -> None:
     eager, *others = [row for row in measured if row.gradient_error is not None] or [None]
     assert all(row.gradient_error <= 2 * eager.gradient_error for row in others)
     assert all(row.overwrites is (None if workload == "llama-1b" else False) for row in measured)
-    if workload not in ("tvd", "jsd"):  # distributions that are given are not recognised yet
-        assert all(row.fused for row in measured if row.peer == "fuse_losses")
+    assert all(row.fused for row in measured if row.peer == "fuse_losses")
 
 
 def test_a_peer_that_fails_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +161,22 @@ def test_memory_is_counted_above_the_start(device: str) -> None:
     assert trace.points[-1][1] == 0
     assert peak_memory(step, device) == 3 * MIB
     assert resident.numel() == 8 * MIB
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not bind threads")
+def test_threads_share_a_processor_while_cuda_is_timed() -> None:
+    def of_threads() -> list[set[int]]:
+        return [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+
+    done, before = threading.Event(), os.sched_getaffinity(0)
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        with one_core("cpu"):
+            assert os.sched_getaffinity(0) == before
+        with one_core("cuda"):
+            assert len(of_threads()) > 1 and all(found == {max(before)} for found in of_threads())
+        assert all(found == before for found in of_threads())
+    finally:
+        done.set()
+        other.join()
