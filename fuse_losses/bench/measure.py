@@ -17,6 +17,7 @@ import torch
 from torch.autograd import DeviceType
 
 MIB = 2**20
+WARM_MS, TIMED_MS = 25.0, 50.0  # of a step on CUDA, at least
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,18 @@ def time_step(
 ) -> Timing:
     """Time `step`; `before` runs ahead of each repeat, outside the timed part (say, to drop the gradients).
 
-    On CUDA the L2 cache is flushed before each repeat, so that inputs come from memory, as in training.
+    On CUDA the L2 cache is flushed before each repeat, so that inputs come from memory, as in training. A short step is
+    warmed up and repeated for a while: the host is fast only once its own caches are warm.
     """
     for _ in range(warmup):
-        if before:
-            before()
-        step()
+        _time_cpu(step, before)
     if device != "cuda":
         return _timing([_time_cpu(step, before) for _ in range(repeats)])
+    torch.cuda.synchronize()
+    ms = _time_cpu(lambda: (step(), torch.cuda.synchronize()), before)
+    for _ in range(int(WARM_MS / ms)):
+        _time_cpu(step, before)
+    repeats = max(repeats, int(TIMED_MS / ms))
     flush = torch.empty(256 * MIB, dtype=torch.int8, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, end in events:

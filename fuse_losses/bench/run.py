@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from fuse_losses.bench.case import BenchError, Case, NotApplicable, Step, Workload
 from fuse_losses.bench.measure import (
@@ -62,11 +63,12 @@ def run(
     record = Record(plan.name, parameters, here(device, commit), roofs)
     for case in cases:
         for peer in chosen:
-            with console.status(f"{case.name}: {peer.name}"):
-                for row in _rows(case, peer, device, repeats, None if smoke else roofs):
-                    record = replace(record, rows=(*record.rows, row))
-                    if out:
-                        record.save(out)
+            # no spinner: its thread would be in the way
+            console.print(f"[dim]{escape(case.name)}: {escape(peer.name)}[/dim]")
+            for row in _rows(case, peer, device, repeats, None if smoke else roofs):
+                record = replace(record, rows=(*record.rows, row))
+                if out:
+                    record.save(out)
     console.print(*text_tables(record), sep="\n")
     return record
 
