@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import fx
 
@@ -39,27 +37,6 @@ def _index(state: RowAnalysis, node: fx.Node) -> Value:
         if not dependent or (dependent == [classes] and own == found and same(sizes(classes), sizes(node))):
             return found
     return lose(node, "rows_mix", "an index made from the logits picks rows, or mixes them with classes")
-
-
-@rule(aten.index_put.default)
-def _index_put(state: RowAnalysis, node: fx.Node) -> Value:
-    """z[mask] = 0: the number takes the place of some rows."""
-    source, written = state.rowed(node.args[0]), node.args[2]
-    mask = None if source is None else masked_rows(node, source.labels)
-    if source is None or mask is None or state.depends(mask) or state.depends(written):
-        return lose(node, "rows_mix", "some rows of the logits are written to")
-    return source
-
-
-def masked_rows(node: fx.Node, labels: str) -> fx.Node | None:
-    """The mask over all rows behind which an index_put writes one number."""
-    indices = cast("list[Any]", node.args[1])
-    mask = indices[0]
-    one = isinstance(node.args[2], fx.Node) and all(same(s, 1) for s in sizes(node.args[2]))
-    if len(indices) != 1 or not isinstance(mask, fx.Node) or argument(node, "accumulate") or not one:
-        return None
-    all_rows = len(sizes(mask)) == labels.count("r") and "r" not in labels[len(sizes(mask)) :]
-    return mask if mask.meta["val"].dtype == torch.bool and all_rows else None
 
 
 @rule(aten.flip.default)

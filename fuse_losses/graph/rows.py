@@ -181,7 +181,7 @@ def argument(node: fx.Node, name: str) -> Any:
 # ------------------------------------------------------------------------------------------------------- pointwise
 
 
-@rule(*UNARY, *BROADCAST, aten.copy.default)
+@rule(*UNARY, *BROADCAST)
 def _pointwise(state: RowAnalysis, node: fx.Node) -> Value:
     out = sizes(node)
     labels = ["i"] * len(out)

@@ -185,8 +185,33 @@ def _pad(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> Any:
     return x
 
 
+def _index_put(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
+    """`x[mask] = number`, in a mask's own rows or classes."""
+    mask = indices[0]
+    if len(indices) > 1 or mask.dtype != torch.bool or accumulate or not all(same(s, 1) for s in values.shape):
+        return NotImplemented
+    for _ in range(x.dim() - mask.dim()):
+        mask = aten.unsqueeze.default(mask, -1)
+    return aten.where.self(mask, aten.reshape.default(values, []), x)
+
+
+def _select_scatter(x: torch.Tensor, src: torch.Tensor, dim: int, index: Any) -> Any:
+    """`x[:, index] = src`."""
+    end = 2**63 - 1 if same(index, -1) else index + 1
+    return aten.slice_scatter.default(x, aten.unsqueeze.default(src, dim), dim, index, end)
+
+
+def _copy(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
+    """What a part has become that was written to: `src`, of which autograd knows the derivative."""
+    if src.device != x.device:
+        return NotImplemented
+    src = src if src.dtype == x.dtype else aten._to_copy.default(src, dtype=x.dtype)
+    return aten.clone.default(src) if same(src.shape, x.shape) else aten.expand.default(src, x.shape)
+
+
 # What splits a tensor is retraced as slices of it, so that the rows of each part are known; what pads it joins it with
-# constants (and is spared a fake kernel that takes no symbolic sizes); a number is no dependent.
+# constants (and is spared a fake kernel that takes no symbolic sizes); a number is no dependent; what writes to some
+# classes or rows says where in one way.
 PARTS: dict[Any, Callable[..., Any]] = {
     aten.constant_pad_nd.default: _pad,
     aten.split.Tensor: _split,
@@ -194,6 +219,9 @@ PARTS: dict[Any, Callable[..., Any]] = {
     aten.unbind.int: _unbind,
     aten.new_full.default: _number,
     aten.new_zeros.default: _number,
+    aten.copy.default: _copy,
+    aten.index_put.default: _index_put,
+    aten.select_scatter.default: _select_scatter,
 }
 # What is made of operations whose rows are known is retraced as those, in PyTorch's own words.
 PARTS |= get_decompositions(

@@ -48,21 +48,6 @@ def _index(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     return build.call(aten.squeeze.dim, picked, 1)
 
 
-@emitter(aten.index_put.default)
-def _index_put(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
-    """The mask is that of a row; the number is written where it is true."""
-    source = cast(fx.Node, node.args[0])
-    labels = build.labels(source)
-    mask = cast(fx.Node, P.masked_rows(node, labels))
-    rows = labels.count("r")
-    here = build.row_input(RowInput(mask, steps, labels[:rows], sizes(mask)))
-    for _ in range(len(labels) - rows):
-        here = build.call(aten.unsqueeze.default, here, 1)
-    number = build.whole_input(WholeInput(cast(fx.Node, node.args[2])))
-    number = build.call(aten.reshape.default, number, [])
-    return build.call(aten.where.self, here, number, build.emit(source, steps))
-
-
 @emitter(aten.flip.default)
 def _flip(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     source = cast(fx.Node, node.args[0])

@@ -73,6 +73,66 @@ def test_a_function_beside_a_cross_entropy(name: str, dynamic: bool) -> None:
     assert operators(capture.after[0]).count("chunked_rows") == loops
 
 
+def written(write: Callable[..., None]) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def fn(x1, w, y1, t1):
+        z = F.linear(x1, w)
+        write(z, x1, y1, t1)
+        return F.cross_entropy(z, y1)
+
+    return fn
+
+
+def write_where_smaller(z: Tensor, x: Tensor, y: Tensor, t: Tensor) -> None:
+    z[z < z.topk(20).values[:, [-1]]] = -9.0
+
+
+def write_one_class(z: Tensor, x: Tensor, y: Tensor, t: Tensor) -> None:
+    z[:, 2] = -9.0
+    z[..., -1] = x.mean(-1)  # which learns
+
+
+def write_classes(z: Tensor, x: Tensor, y: Tensor, t: Tensor) -> None:
+    z[:, 2:4] = x[:, :2] * 0.5
+    z[:, 7:9] = x[:, :1].double()
+    z[:, 4:6] = z[:, 10:12].detach()
+    z[:, 12:14] = t[0, :2]
+
+
+def write_masked(z: Tensor, x: Tensor, y: Tensor, t: Tensor) -> None:
+    z[y < 0] = 0.5
+    z[(y > 9)[:, None] & (t > 0)] = x.mean()
+
+
+WRITES = {
+    "where smaller": write_where_smaller,
+    "one class": write_one_class,
+    "some classes": write_classes,
+    "by masks": write_masked,
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", WRITES)
+def test_logits_that_are_written_to(name: str, dynamic: bool) -> None:
+    """In place, some classes of every row; of numbers and of tensors that learn."""
+    fn, capture = written(WRITES[name]), Capture(chunk_rows=4)
+    assert_as_eager(capture.compile(fn, fullgraph=True, dynamic=dynamic), fn, row_args(fn))
+    assert capture.codes == [] and set(operators(capture.after[0])) == {"chunked_rows"}
+
+
+def test_a_divergence_between_distribution_objects() -> None:
+    """It writes infinities by masks over the vocabulary."""
+
+    def fn(x1, w, wT, xT):
+        student, teacher = (torch.distributions.Categorical(logits=z) for z in (F.linear(x1, w), F.linear(xT, wT)))
+        return torch.distributions.kl_divergence(student, teacher).mean()
+
+    capture = Capture(chunk_rows=4)
+    args = [a.flatten(0, 1) if a.dim() > 2 else a for a in row_args(fn)]
+    assert_as_eager(capture.compile(fn), fn, args)
+    assert "chunked_rows" in operators(capture.after[0])
+
+
 def test_what_a_second_loss_reads_is_made_before_the_first() -> None:
     """One loop over the rows, though the teacher is prepared between the two losses; not across a change of modes."""
 
