@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import fx
 
@@ -37,6 +39,21 @@ def _index(state: RowAnalysis, node: fx.Node) -> Value:
         if not dependent or (dependent == [classes] and own == found and same(sizes(classes), sizes(node))):
             return found
     return lose(node, "rows_mix", "an index made from the logits picks rows, or mixes them with classes")
+
+
+@rule(aten.index_put.default)
+def _index_put(state: RowAnalysis, node: fx.Node) -> Value:
+    """z[rows, y] = v: one class of every row is written to."""
+    source, pick, values = state.rowed(node.args[0]), pick_of(node), cast(fx.Node, node.args[2])
+    labels = "" if source is None else source.labels
+    rows = len(labels) - 1
+    if source is None or pick is None or labels != "r" * rows + "v" or not pick.in_every_row(node):
+        return lose(node, "rows_mix", "some rows of the logits are written to")
+    for made in (pick.indices[-1], values):
+        own = state.rowed(made)
+        if state.depends(made) and (own is None or own.labels != "r" * rows):
+            return lose(node, "rows_mix", "what is written to the logits has its rows elsewhere")
+    return source
 
 
 @rule(aten.flip.default)

@@ -186,13 +186,43 @@ def _pad(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> Any:
 
 
 def _index_put(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
-    """`x[mask] = number`, in a mask's own rows or classes."""
-    mask = indices[0]
-    if len(indices) > 1 or mask.dtype != torch.bool or accumulate or not all(same(s, 1) for s in values.shape):
+    """`x[mask] = number`, and `x[..., ids] = values`."""
+    used = [d for d, index in enumerate(indices) if index is not None]
+    index = indices[used[0]]
+    if len(used) > 1 or index.dtype == torch.uint8:
         return NotImplemented
-    for _ in range(x.dim() - mask.dim()):
-        mask = aten.unsqueeze.default(mask, -1)
-    return aten.where.self(mask, aten.reshape.default(values, []), x)
+    if index.dtype != torch.bool:
+        return _scatter(aten.scatter_add.default if accumulate else aten.scatter.src, x, used[0], index, values)
+    if used[0] or accumulate or not all(same(s, 1) for s in values.shape):
+        return NotImplemented
+    for _ in range(x.dim() - index.dim()):
+        index = aten.unsqueeze.default(index, -1)
+    return aten.where.self(index, aten.reshape.default(values, []), x)
+
+
+def _scatter(operator: Callable[..., Any], x: torch.Tensor, dim: int, index: torch.Tensor, values: torch.Tensor) -> Any:
+    """Writes to, or adds at, the places along `dim` that a list says."""
+    if index.dim() != 1:
+        return NotImplemented
+    dim %= x.dim()
+    shape = [*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]]
+    index = aten.where.self(aten.lt.Scalar(index, 0), aten.add.Tensor(index, x.shape[dim]), index).to(torch.int64)
+    index = aten.expand.default(aten.view.default(index, [-1 if d == dim else 1 for d in range(x.dim())]), shape)
+    return operator(x, dim, index, aten.expand.default(values, shape))
+
+
+def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        value = aten.full.default([], value, dtype=x.dtype, device=x.device)
+    return _scatter(aten.scatter.src, x, dim, index, value)
+
+
+def _index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
+    return _scatter(aten.scatter.src, x, dim, index, source)
+
+
+def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1) -> Any:
+    return _scatter(aten.scatter_add.default, x, dim, index, source if alpha == 1 else aten.mul.Tensor(source, alpha))
 
 
 def _select_scatter(x: torch.Tensor, src: torch.Tensor, dim: int, index: Any) -> Any:
@@ -221,6 +251,10 @@ PARTS: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _number,
     aten.copy.default: _copy,
     aten.index_put.default: _index_put,
+    aten.index_fill.int_Scalar: _index_fill,
+    aten.index_fill.int_Tensor: _index_fill,
+    aten.index_copy.default: _index_copy,
+    aten.index_add.default: _index_add,
     aten.select_scatter.default: _select_scatter,
 }
 # What is made of operations whose rows are known is retraced as those, in PyTorch's own words.

@@ -49,6 +49,14 @@ class Pick:
         here = new[self.first : self.first + self.rank]
         return same(rows, here) and all(arange_along(index, d, rows) for d, index in enumerate(self.indices[:dims]))
 
+    def in_every_row(self, node: fx.Node) -> bool:
+        """True if an index_put writes, in every row, to one class, a number or a value of the row."""
+        old, values = sizes(node.args[0]), sizes(node.args[2])
+        rows, given = old[:-1], self.indices[:-1]
+        known = len(self.indices) == len(old) and same(sizes(self.indices[-1]), rows)
+        one = all(same(s, 1) for s in values)
+        return known and (one or same(values, rows)) and all(arange_along(i, d, rows) for d, i in enumerate(given))
+
 
 def pick_of(node: fx.Node) -> Pick | None:
     """What an `index` or `index_select` picks; None if it picks by a mask, or from dims that are apart."""

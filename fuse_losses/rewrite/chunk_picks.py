@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -11,7 +11,7 @@ from fuse_losses.graph import row_picks as P
 from fuse_losses.graph.rows import argument
 from fuse_losses.head.algebra import RowStep
 from fuse_losses.head.picks import pick_of
-from fuse_losses.head.sizes import dim_of, sizes
+from fuse_losses.head.sizes import dim_of, same, sizes
 from fuse_losses.rewrite.chunk_graph import ChunkGraph, constant, emitter, row_sizes
 from fuse_losses.rewrite.chunk_inputs import RowInput, Steps, WholeInput
 
@@ -36,16 +36,38 @@ def _index(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     if not rows:
         ids = build.whole_input(WholeInput(classes))
         return build.call(aten.index.Tensor, made, [*[None] * build.inner_dim(source, pick.first), ids])
-    out = build.labels(node)
+    column = _column(build, made, classes, build.labels(node), sizes(node), steps)
+    return build.call(aten.squeeze.dim, build.call(aten.gather.default, made, 1, column), 1)
+
+
+def _column(
+    build: ChunkGraph, made: fx.Node, classes: fx.Node, labels: str, shape: tuple[Any, ...], steps: Steps
+) -> fx.Node:
+    """The class of every row [C, 1]; negative ones count from the end."""
     if build.analysis.depends(classes):
-        target = build.rowwise(classes, out, steps)
+        target = build.rowwise(classes, labels, steps)
     else:
-        target = build.row_input(RowInput(classes, steps, out, sizes(node)))
-    vocab = build.call(aten.sym_size.int, made, 1)
-    from_end = build.call(aten.add.Tensor, target, vocab)  # negative indices count from the end
+        target = build.row_input(RowInput(classes, steps, labels, shape))
+    from_end = build.call(aten.add.Tensor, target, build.call(aten.sym_size.int, made, 1))
     column = build.call(aten.where.self, build.call(aten.lt.Scalar, target, 0), from_end, target)
-    picked = build.call(aten.gather.default, made, 1, build.call(aten.unsqueeze.default, column, 1))
-    return build.call(aten.squeeze.dim, picked, 1)
+    return build.call(aten.unsqueeze.default, column, 1)
+
+
+@emitter(aten.index_put.default)
+def _index_put(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
+    source, pick, values = cast(fx.Node, node.args[0]), pick_of(node), cast(fx.Node, node.args[2])
+    assert pick is not None
+    made, labels, shape = build.emit(source, steps), build.labels(source)[:-1], sizes(source)[:-1]
+    column = _column(build, made, pick.indices[-1], labels, shape, steps)
+    if build.analysis.depends(values):
+        written = build.rowwise(values, labels, steps)
+    elif same(sizes(values), shape):
+        written = build.row_input(RowInput(values, steps, labels, shape))
+    else:
+        written = build.call(aten.reshape.default, build.whole_input(WholeInput(values)), [])
+        written = build.call(aten.expand.default, written, [build.call(aten.sym_size.int, made, 0)])
+    write = aten.scatter_add.default if argument(node, "accumulate") else aten.scatter.src
+    return build.call(write, made, 1, column, build.call(aten.unsqueeze.default, written, 1))
 
 
 @emitter(aten.flip.default)

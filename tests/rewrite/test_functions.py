@@ -103,11 +103,27 @@ def write_masked(z: Tensor, x: Tensor, y: Tensor, t: Tensor) -> None:
     z[(y > 9)[:, None] & (t > 0)] = x.mean()
 
 
+def write_listed(z: Tensor, x: Tensor, y: Tensor, t: Tensor) -> None:
+    z[:, [1, -2]] = -9.0
+    z[..., torch.tensor([3, 5])] = t[:, :2]
+    z.index_copy_(1, torch.tensor([11, 12]), x[:, :2])
+    z.index_add_(1, torch.tensor([13, 13, 14]), x[:, :3], alpha=2)
+
+
+def write_margin(z: Tensor, x: Tensor, y: Tensor, t: Tensor) -> None:
+    rows, target = torch.arange(z.shape[0]), y.clamp(min=0)
+    z[rows, target] -= 0.35
+    z[rows, -target - 1] = x.mean(-1)
+    z[rows, (target + 1) % 5] = 0.5
+
+
 WRITES = {
     "where smaller": write_where_smaller,
     "one class": write_one_class,
     "some classes": write_classes,
     "by masks": write_masked,
+    "listed classes": write_listed,
+    "a class of every row": write_margin,
 }
 
 
@@ -118,6 +134,18 @@ def test_logits_that_are_written_to(name: str, dynamic: bool) -> None:
     fn, capture = written(WRITES[name]), Capture(chunk_rows=4)
     assert_as_eager(capture.compile(fn, fullgraph=True, dynamic=dynamic), fn, row_args(fn))
     assert capture.codes == [] and set(operators(capture.after[0])) == {"chunked_rows"}
+
+
+def test_classes_that_are_filled() -> None:
+    """Where sizes are symbolic, PyTorch cannot retrace it."""
+
+    def fn(x1, w, y1):
+        z = F.linear(x1, w).index_fill(-1, torch.tensor([7, -2]), -4.0)
+        return F.cross_entropy(z.index_fill(-1, torch.tensor([9]), x1.mean()), y1)
+
+    capture = Capture(chunk_rows=4)
+    assert_as_eager(capture.compile(fn, fullgraph=True), fn, row_args(fn))
+    assert capture.codes == [] and operators(capture.after[0]) == ["chunked_rows"]
 
 
 def test_a_divergence_between_distribution_objects() -> None:
