@@ -126,7 +126,8 @@ class Writer(ABC):
         x = product.x
         if product.hidden_dim != value(x).dim() - 1:
             x = self.call(aten.movedim.int, x, product.hidden_dim, -1)
-        hidden = self.size(value(product.x).shape[product.hidden_dim])
+        hidden = value(product.x).shape[product.hidden_dim]
+        hidden = hidden if isinstance(hidden, int) else self.call(SYM_SIZE, product.x, product.hidden_dim)
         x = self.flat_rows(x, steps, [hidden])
         return self.as_dtype(x, value(product.node).dtype, value(product.x).dtype)  # as autocast does
 

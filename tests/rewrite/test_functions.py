@@ -250,6 +250,21 @@ def test_a_size_that_only_the_second_loss_knows() -> None:
     assert capture.codes == []
 
 
+def test_the_largest_classes_of_a_teacher_of_another_width() -> None:
+    """One head's loop reads what the other's has made; their sizes are symbolic, and not the same."""
+
+    def fn(x1, w, teacher, head):
+        largest, where = (teacher @ head.t()).topk(5, -1)
+        log_probs = F.linear(x1, w).log_softmax(-1).gather(-1, where)
+        return F.kl_div(log_probs, largest.softmax(-1), reduction="batchmean")
+
+    x1, w = row_args(lambda x1, w: None)
+    args = [x1, w, torch.randn(x1.shape[0], 3), torch.randn(w.shape[0], 3)]
+    capture = Capture(chunk_rows=4)
+    assert_as_eager(capture.compile(fn, fullgraph=True, dynamic=True), fn, args)
+    assert capture.codes == [] and operators(capture.after[0]) == ["chunked_rows"] * 2
+
+
 def test_what_reads_the_first_loss_comes_behind_it() -> None:
     """The second loss is scaled by a value of the first, which may be moved by what it is, but not by where it is."""
 
