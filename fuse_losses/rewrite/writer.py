@@ -186,7 +186,9 @@ class Writer(ABC):
         if spec.part == "number":  # a 0-d tensor takes part in no promotion, like the number
             kind = torch.int64 if isinstance(spec.source.meta["val"], torch.SymInt) else torch.float64
             device = value(self.region.products[0].node).device
-            return self.call(aten.scalar_tensor.default, x, dtype=kind, device=device)
+            # AOTAutograd keeps floats symbolic in arithmetic only: elsewhere it compiles for this one number, and its
+            # cache would then give what was compiled for another
+            return self.call(operator.mul, self.call(aten.full.default, [], 1, dtype=kind, device=device), x)
         return self.call(aten.squeeze.dims, x, list(spec.squeezed)) if spec.squeezed else x
 
     def unflattened(self, flat: fx.Node, labels: str, shape: tuple[Any, ...]) -> fx.Node:

@@ -239,6 +239,38 @@ def test_a_number_that_is_known_at_run_time(name: str) -> None:
     assert capture.codes == (["rows_mix"] if name == "leaky relu" else [])  # it takes no tensor for the number
 
 
+OF_A_NUMBER_TOO: dict[str, Callable[[Tensor, float], Tensor]] = {
+    **{name: OF_A_NUMBER[name] for name in ("clamp", "filled", "power", "softcap", "subtracted from")},
+    "divided": lambda z, c: z / c,
+}
+
+
+@pytest.mark.parametrize("name", OF_A_NUMBER_TOO)
+def test_a_number_is_not_what_the_caches_hold(name: str) -> None:
+    """The caches of Inductor and AOTAutograd must not give what was compiled for another number."""
+    of_number = OF_A_NUMBER_TOO[name]
+
+    class Model(torch.nn.Module):
+        def __init__(self, number: float) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x1, w, t1):
+            student, teacher = of_number(F.linear(x1, w), self.number), of_number(t1, self.number)
+            return F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="batchmean") * self.number**2
+
+    args = row_args(lambda x1, w, t1: None)
+    options = {"fuse_losses.min_vocab": 1, "fuse_losses.chunk_rows": 4}
+    with torch._inductor.utils.fresh_cache():
+        for number in (1.0, 1.3):
+            torch._dynamo.reset()
+            model = Model(number)
+            compiled = torch.compile(model, backend="fuse_losses", dynamic=True, options=options)
+            assert_as_eager(compiled, model, args)
+            model.number = number + 0.7
+            assert_as_eager(compiled, model, args)
+
+
 def test_a_size_that_only_the_second_loss_knows() -> None:
     def fn(x1, w, y1, n):
         log_probs = F.linear(x1, w).log_softmax(-1)
