@@ -22,10 +22,13 @@ class KeptForBackward(CustomGraphPass):
 
     The caches know an operator by its name, not by what this version of it returns; and they do not tell donated
     buffers from kept ones, while a backward compiled for donated buffers writes into what a second backward reads.
+
+    A graph with a Python float among its inputs is kept out of the caches. Where such a float is no factor or term
+    (`ratio.clamp(1 - eps, 1 + eps)`), Inductor compiles for its present value, with a guard that the caches forget.
     """
 
-    def __init__(self, inner: CustomGraphPass | None = None) -> None:
-        self.inner = inner
+    def __init__(self, inner: CustomGraphPass | None = None, cached: bool = True) -> None:
+        self.inner, self.cached = inner, cached
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.inner is not None:
@@ -33,7 +36,7 @@ class KeptForBackward(CustomGraphPass):
 
     def uuid(self) -> Any:
         theirs = "" if self.inner is None else self.inner.uuid()
-        if theirs is None:
+        if theirs is None or not self.cached:
             return None  # a pass without an identity keeps its graph out of the caches
         return ("fuse_losses", "kept_for_backward", _fingerprint(), theirs)
 
@@ -62,7 +65,8 @@ def compile_with_inductor(
     theirs = passed.get(_PASS)
     keep = fused and (theirs is None or isinstance(theirs, CustomGraphPass))
     if keep:
-        passed[_PASS] = KeptForBackward(theirs)
+        floats = any(isinstance(n.meta.get("example_value"), torch.SymFloat) for n in gm.graph.nodes)
+        passed[_PASS] = KeptForBackward(theirs, cached=not floats)
     inductor = torch._TorchCompileInductorWrapper(mode, passed or None, None)
     if not keep:
         return cast(Compiled, inductor(gm, list(example_inputs)))

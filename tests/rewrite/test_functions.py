@@ -245,30 +245,56 @@ OF_A_NUMBER_TOO: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
+class Annealed(torch.nn.Module):
+    """A loss with a number that changes between steps."""
+
+    def __init__(self, loss: Callable[..., Tensor], number: float) -> None:
+        super().__init__()
+        self.loss, self.number = loss, number
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.loss(self.number, *args)
+
+
+def compiled_graphs(loss: Callable[..., Tensor], args: list[Tensor], numbers: tuple[float, ...]) -> int:
+    """How many graphs are compiled for the numbers, one after the other, all of whose results are right."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Annealed(loss, numbers[0])
+    options = {"fuse_losses.min_vocab": 1, "fuse_losses.chunk_rows": 4}
+    compiled = torch.compile(model, backend="fuse_losses", dynamic=True, options=options)
+    for number in numbers:
+        model.number = number
+        assert_as_eager(compiled, model, args)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 @pytest.mark.parametrize("name", OF_A_NUMBER_TOO)
-def test_a_number_is_not_what_the_caches_hold(name: str) -> None:
-    """The caches of Inductor and AOTAutograd must not give what was compiled for another number."""
+def test_a_number_that_changes_is_compiled_once(name: str) -> None:
     of_number = OF_A_NUMBER_TOO[name]
 
-    class Model(torch.nn.Module):
-        def __init__(self, number: float) -> None:
-            super().__init__()
-            self.number = number
-
-        def forward(self, x1, w, t1):
-            student, teacher = of_number(F.linear(x1, w), self.number), of_number(t1, self.number)
-            return F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="batchmean") * self.number**2
+    def loss(number, x1, w, t1):
+        student, teacher = of_number(F.linear(x1, w), number), of_number(t1, number)
+        return F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="batchmean") * number**2
 
     args = row_args(lambda x1, w, t1: None)
-    options = {"fuse_losses.min_vocab": 1, "fuse_losses.chunk_rows": 4}
     with torch._inductor.utils.fresh_cache():
-        for number in (1.0, 1.3):
-            torch._dynamo.reset()
-            model = Model(number)
-            compiled = torch.compile(model, backend="fuse_losses", dynamic=True, options=options)
-            assert_as_eager(compiled, model, args)
-            model.number = number + 0.7
-            assert_as_eager(compiled, model, args)
+        assert compiled_graphs(loss, args, (1.0, 1.7)) == 1
+        assert compiled_graphs(loss, args, (1.3, 2.0)) == 1
+
+
+def test_a_number_is_not_what_the_caches_hold() -> None:
+    """Inductor compiles the clipping for its present bounds; from a cache, it would be kept for all others."""
+
+    def loss(epsilon, x1, w, c1, m1):
+        log_probs = F.linear(x1, w).log_softmax(-1).gather(-1, c1[:, None]).squeeze(-1)
+        ratio = (log_probs - log_probs.detach() + m1).exp()
+        return -torch.min(ratio * m1, ratio.clamp(1 - epsilon, 1 + epsilon) * m1).mean()
+
+    args = row_args(lambda x1, w, c1, m1: None)
+    with torch._inductor.utils.fresh_cache():
+        for _ in range(2):
+            compiled_graphs(loss, args, (0.2, 0.3, 0.4))
 
 
 def test_a_size_that_only_the_second_loss_knows() -> None:
