@@ -188,16 +188,22 @@ def _pad(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> Any:
 def _index_put(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
     """`x[mask] = number`, and `x[..., ids] = values`."""
     used = [d for d, index in enumerate(indices) if index is not None]
-    index = indices[used[0]]
-    if len(used) > 1 or index.dtype == torch.uint8:
+    if len(used) != 1 or indices[used[0]].dtype == torch.uint8:
         return NotImplemented
+    dim, index = used[0], indices[used[0]]
     if index.dtype != torch.bool:
-        return _scatter(aten.scatter_add.default if accumulate else aten.scatter.src, x, used[0], index, values)
-    if used[0] or accumulate or not all(same(s, 1) for s in values.shape):
+        write = aten.scatter_add.default if accumulate else aten.scatter.src
+        return _scatter(write, x, dim, _from_start(index, x.shape[dim]), values)
+    if dim or accumulate or not all(same(s, 1) for s in values.shape):
         return NotImplemented
     for _ in range(x.dim() - index.dim()):
         index = aten.unsqueeze.default(index, -1)
     return aten.where.self(index, aten.reshape.default(values, []), x)
+
+
+def _from_start(index: torch.Tensor, size: Any) -> torch.Tensor:
+    """Negative indices count from the end."""
+    return aten.where.self(aten.lt.Scalar(index, 0), aten.add.Tensor(index, size), index)
 
 
 def _scatter(operator: Callable[..., Any], x: torch.Tensor, dim: int, index: torch.Tensor, values: torch.Tensor) -> Any:
@@ -206,7 +212,7 @@ def _scatter(operator: Callable[..., Any], x: torch.Tensor, dim: int, index: tor
         return NotImplemented
     dim %= x.dim()
     shape = [*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]]
-    index = aten.where.self(aten.lt.Scalar(index, 0), aten.add.Tensor(index, x.shape[dim]), index).to(torch.int64)
+    index = index.to(torch.int64)
     index = aten.expand.default(aten.view.default(index, [-1 if d == dim else 1 for d in range(x.dim())]), shape)
     return operator(x, dim, index, aten.expand.default(values, shape))
 
@@ -214,7 +220,7 @@ def _scatter(operator: Callable[..., Any], x: torch.Tensor, dim: int, index: tor
 def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         value = aten.full.default([], value, dtype=x.dtype, device=x.device)
-    return _scatter(aten.scatter.src, x, dim, index, value)
+    return _scatter(aten.scatter.src, x, dim, _from_start(index, x.shape[dim]), value)
 
 
 def _index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
