@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuse_losses.graph.row_views import view_groups
 from fuse_losses.graph.rows import Loose, Lost, Rowed, analyse
+from fuse_losses.graph.tail import PARTS
 from fuse_losses.head.sizes import arange_along
 
 B, T, V = 2, 5, 37
@@ -21,7 +22,7 @@ IDS = torch.tensor([1, 5, 9])
 
 def trace(fn, shape=(B, T, V)) -> fx.GraphModule:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return make_fx(fn, tracing_mode="real")(mode.from_tensor(torch.randn(shape)))
+    return make_fx(fn, PARTS, tracing_mode="real")(mode.from_tensor(torch.randn(shape)))
 
 
 def label(fn, vocab_dim: int = 2, shape=(B, T, V)):
@@ -75,6 +76,7 @@ KEPT = [
     ("index_select of rows", lambda z: z.index_select(1, IDS), "rrv"),
     ("index_select of the vocabulary", lambda z: z.index_select(2, torch.arange(20)), "rrv"),
     ("rows set by a mask", lambda z: _set(z.clone(), C > 3), "rrv"),
+    ("rows set by a mask of sequences", lambda z: _set(z.clone(), C[:, 0] > 3), "rrv"),
     ("flip", lambda z: z.flip(0, 2), "rrv"),
     ("roll", lambda z: z.roll(1, 1), "rrv"),
     ("median", lambda z: z.median(-1).values, "rr"),
@@ -131,7 +133,6 @@ LOST = [
     ("flat roll", lambda z: z.roll(1), "rows_mix"),
     ("median of rows", lambda z: z.median(1).values, "rows_mix"),
     ("cummax of rows", lambda z: z.cummax(1).values, "wrong_axis"),
-    ("rows set by a mask of sequences", lambda z: _set(z.clone(), C[:, 0] > 3), "rows_mix"),
     ("product over rows", lambda z: torch.einsum("btv,bt->bv", z, T3[..., 0]), "rows_mix"),
     ("product of all pairs", lambda z: torch.einsum("btv,bsv->bts", z, z), "rows_mix"),
     ("rows with the vocabulary", lambda z: z.flatten(1), "rows_mix"),
