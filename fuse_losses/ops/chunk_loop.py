@@ -61,6 +61,11 @@ def cut(tensor: Tensor, part: slice, dim: int = 0) -> Tensor:
     return tensor if count == tensor.shape[dim] else tensor.narrow(dim, part.start, count)
 
 
+def cut_those(part: slice, *values: Tensor | None) -> list[Tensor | None]:
+    """Some rows of those tensors that are there."""
+    return [None if value is None else cut(value, part) for value in values]
+
+
 def chunk_buffer(x: Tensor, vocab: int, chunk_rows: int, dtype: torch.dtype) -> Tensor:
     """Uninitialised [min(N, chunk_rows), V or more], rows of x; the columns behind V are padding."""
     # rows that start at a multiple of 128 bytes keep loads vectorised for an odd vocabulary

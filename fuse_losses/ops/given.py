@@ -6,28 +6,28 @@ than the host's time for it where rows are few or short: what they do in Python 
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 from torch import Tensor
 
 from fuse_losses.kernels.side import Side
 from fuse_losses.kernels.squash import Squash
-from fuse_losses.losses import page
-from fuse_losses.ops.chunk_loop import cut, parts
+from fuse_losses.ops.chunk_loop import cut, cut_those, parts
 from fuse_losses.ops.dispatch import indexed_kernels, paired_kernels
 from fuse_losses.ops.indexed import per_row
 from fuse_losses.ops.inner import inner_operator, no_autocast
 from fuse_losses.ops.paired import HOW, STATISTICS, How, values_dtype
 
 
-def _visit(kernels: ModuleType, chunk_rows: int, run: Callable[..., None], statistics: Tensor, *rows: Any) -> None:
+def _visit(
+    kernels: ModuleType, chunk_rows: int, run: Callable[..., None], statistics: Tensor, *rows: Tensor | None
+) -> None:
     """Call `run(statistics, *rows)` for some rows at a time, for all at once where the kernels make no temporaries."""
     if not kernels.TEMPORARIES:
         run(statistics, *rows)
         return
     with no_autocast(statistics):
         for part in parts(statistics.shape[1], chunk_rows):
-            run(cut(statistics, part, 1), *[None if values is None else cut(values, part) for values in rows])
+            run(cut(statistics, part, 1), *cut_those(part, *rows))
 
 
 def _gradient(like: Tensor) -> Tensor:
@@ -91,17 +91,15 @@ def _(grad_log_prob, grad_lse, logits, target, statistics, squash, inner, outer,
 
 
 def _sides(p: Tensor, q: Tensor, how: How) -> tuple[Side, Side]:
-    return (
-        Side(p, how.p_form, Squash(how.p_squash, how.p_inner, how.p_outer)),
-        Side(q, how.q_form, Squash(how.q_squash, how.q_inner, how.q_outer)),
-    )
+    p_squash, q_squash = how.squashes
+    return Side(p, how.p_form, p_squash), Side(q, how.q_form, q_squash)
 
 
 @inner_operator(f"(Tensor p, Tensor q, {HOW}, bool p_needs, bool q_needs) -> (Tensor, Tensor)")
 def given_pair_fwd(p, q, *arguments):
     """The divergence [N] of every row of two given sides, and statistics [6, N] for a backward."""
     how, needs = How(*arguments[:-2]), arguments[-2:]
-    kernels, divergence = paired_kernels(p.dtype, q.dtype, p.device), page(how.name, how.masked)
+    kernels, divergence = paired_kernels(p.dtype, q.dtype, p.device), how.divergence
     d, statistics = _pair_values(p, q)
 
     def run(statistics, p, q, d):
@@ -123,7 +121,7 @@ def _pair_values(p, q, *_):
 def given_pair_bwd(grad, statistics, p, q, *arguments):
     """Gradients for those of the two sides that need one, [N, V] in their dtypes, from that of the divergence [N]."""
     how, needs = How(*arguments[:-2]), arguments[-2:]
-    kernels, divergence = paired_kernels(p.dtype, q.dtype, p.device), page(how.name, how.masked)
+    kernels, divergence = paired_kernels(p.dtype, q.dtype, p.device), how.divergence
     outs = [_gradient(side) if need else None for side, need in zip((p, q), needs, strict=True)]
 
     def run(statistics, p, q, grad, *outs):

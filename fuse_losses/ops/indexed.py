@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fuse_losses.kernels.squash import Squash
-from fuse_losses.ops.chunk_loop import Needs, Projection, cut, forward_loop, gradient_loop, rows_per_chunk
+from fuse_losses.ops.chunk_loop import Needs, Projection, cut, cut_those, forward_loop, gradient_loop, rows_per_chunk
 from fuse_losses.ops.dispatch import indexed_kernels
 from fuse_losses.ops.gemm import statistics_dtype
 from fuse_losses.ops.inner import inner_operator, no_autocast
@@ -18,11 +18,6 @@ def per_row(like: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for the log-probabilities [N] and statistics [2, N] of rows like these."""
     dtype = statistics_dtype(like.dtype)
     return like.new_empty(like.shape[0], dtype=dtype), like.new_empty(2, like.shape[0], dtype=dtype)
-
-
-def _cut_those(part: slice, *values: Tensor | None) -> list[Tensor | None]:
-    """Some rows of per-row values, of those that are there."""
-    return [None if value is None else cut(value, part) for value in values]
 
 
 def row_gain(weight: Tensor) -> Tensor:
@@ -159,7 +154,7 @@ def indexed_bwd(
     with no_autocast(x):
 
         def visit(part: slice, u: Tensor, du: Tensor) -> None:
-            above = _cut_those(part, grad_log_prob, grad_lse)
+            above = cut_those(part, grad_log_prob, grad_lse)
             kernels.indexed_bwd(u, cut(target, part), ignore_index, *above, cut(statistics, part, 1), how, du)
 
         needs = Needs(need_x, need_weight, need_bias, accumulate)

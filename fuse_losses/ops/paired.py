@@ -18,6 +18,7 @@ from torch import Tensor
 from fuse_losses.kernels.side import Side
 from fuse_losses.kernels.squash import Squash
 from fuse_losses.losses import page
+from fuse_losses.losses.divergence import Divergence
 from fuse_losses.ops.chunk_loop import chunk_buffer, cut, parts, rows_per_chunk
 from fuse_losses.ops.dispatch import paired_kernels
 from fuse_losses.ops.gemm import BiasGradient, WeightGradient, mm_into, statistics_dtype
@@ -47,6 +48,15 @@ class How(NamedTuple):
     q_inner: float
     q_outer: float
     chunk_rows: int
+
+    @property
+    def divergence(self) -> Divergence:
+        return page(self.name, self.masked)
+
+    @property
+    def squashes(self) -> tuple[Squash, Squash]:
+        """Those of p and of q."""
+        return Squash(self.p_squash, self.p_inner, self.p_outer), Squash(self.q_squash, self.q_inner, self.q_outer)
 
 
 class _Rows:
@@ -135,18 +145,19 @@ class _Loop:
     def __init__(self, tensors: tuple[Tensor | None, ...], how: How, few: bool = False) -> None:
         p, p_weight, p_bias, q, q_weight, q_bias = tensors
         assert p is not None and q is not None
-        self.p = _Rows(p, p_weight, p_bias, how.p_form, Squash(how.p_squash, how.p_inner, how.p_outer))
-        self.q = _Rows(q, q_weight, q_bias, how.q_form, Squash(how.q_squash, how.q_inner, how.q_outer))
+        p_squash, q_squash = how.squashes
+        self.p = _Rows(p, p_weight, p_bias, how.p_form, p_squash)
+        self.q = _Rows(q, q_weight, q_bias, how.q_form, q_squash)
         self.rows = p.shape[0]
         self.dtype = values_dtype(p, q)
-        self.divergence, self.k = page(how.name, how.masked), how.parameter
+        self.divergence, self.k = how.divergence, how.parameter
         self.kernels = paired_kernels(self.p.values_dtype, self.q.values_dtype, p.device)
         row_bytes = self.p.row_bytes + self.q.row_bytes
         if few:  # their logits are smaller than the weight's gradient, and are gone before it is made
             self.chunk_rows = how.chunk_rows
         else:
             sides = (self.p.row_bytes > 0) + (self.q.row_bytes > 0)
-            self.chunk_rows = rows_per_chunk(self.rows, how.chunk_rows, row_bytes, max(1, sides))
+            self.chunk_rows = rows_per_chunk(self.rows, how.chunk_rows, row_bytes, sides)
         self.p.start(self.chunk_rows)
         self.q.start(self.chunk_rows)
 
