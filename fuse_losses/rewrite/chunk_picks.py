@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
@@ -36,18 +36,16 @@ def _index(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     if not rows:
         ids = build.whole_input(WholeInput(classes))
         return build.call(aten.index.Tensor, made, [*[None] * build.inner_dim(source, pick.first), ids])
-    column = _column(build, made, classes, build.labels(node), sizes(node), steps)
-    return build.call(aten.squeeze.dim, build.call(aten.gather.default, made, 1, column), 1)
-
-
-def _column(
-    build: ChunkGraph, made: fx.Node, classes: fx.Node, labels: str, shape: tuple[Any, ...], steps: Steps
-) -> fx.Node:
-    """The class of every row [C, 1]; negative ones count from the end."""
+    out = build.labels(node)
     if build.analysis.depends(classes):
-        target = build.rowwise(classes, labels, steps)
-    else:
-        target = build.row_input(RowInput(classes, steps, labels, shape))
+        target = build.rowwise(classes, out, steps)
+    else:  # which may be broadcast
+        target = build.row_input(RowInput(classes, steps, out, sizes(node)))
+    return build.call(aten.squeeze.dim, build.call(aten.gather.default, made, 1, _column(build, made, target)), 1)
+
+
+def _column(build: ChunkGraph, made: fx.Node, target: fx.Node) -> fx.Node:
+    """The classes [C, 1] of the targets [C] of rows [C, V]; negative ones count from the end."""
     from_end = build.call(aten.add.Tensor, target, build.call(aten.sym_size.int, made, 1))
     column = build.call(aten.where.self, build.call(aten.lt.Scalar, target, 0), from_end, target)
     return build.call(aten.unsqueeze.default, column, 1)
@@ -57,12 +55,10 @@ def _column(
 def _index_put(build: ChunkGraph, node: fx.Node, steps: Steps) -> fx.Node:
     source, pick, values = cast(fx.Node, node.args[0]), pick_of(node), cast(fx.Node, node.args[2])
     assert pick is not None
-    made, labels, shape = build.emit(source, steps), build.labels(source)[:-1], sizes(source)[:-1]
-    column = _column(build, made, pick.indices[-1], labels, shape, steps)
-    if build.analysis.depends(values):
-        written = build.rowwise(values, labels, steps)
-    elif same(sizes(values), shape):
-        written = build.row_input(RowInput(values, steps, labels, shape))
+    made, rows = build.emit(source, steps), build.labels(source)[:-1]
+    column = _column(build, made, build.rowwise(pick.indices[-1], rows, steps))
+    if same(sizes(values), sizes(source)[:-1]):
+        written = build.rowwise(values, rows, steps)
     else:
         written = build.call(aten.reshape.default, build.whole_input(WholeInput(values)), [])
         written = build.call(aten.expand.default, written, [build.call(aten.sym_size.int, made, 0)])
