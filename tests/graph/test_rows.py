@@ -9,9 +9,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fuse_losses.graph.parts import PARTS
 from fuse_losses.graph.row_views import view_groups
 from fuse_losses.graph.rows import Loose, Lost, Rowed, analyse
-from fuse_losses.graph.tail import PARTS
 from fuse_losses.head.sizes import arange_along
 
 B, T, V = 2, 5, 37
