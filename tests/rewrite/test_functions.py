@@ -216,20 +216,26 @@ OF_A_NUMBER: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
+class Annealed(torch.nn.Module):
+    """A loss with a number that changes between steps."""
+
+    def __init__(self, loss: Callable[..., Tensor], number: float) -> None:
+        super().__init__()
+        self.loss, self.number = loss, number
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.loss(self.number, *args)
+
+
 @pytest.mark.parametrize("name", OF_A_NUMBER)
 def test_a_number_that_is_known_at_run_time(name: str) -> None:
     """A Python float of the model is an input of a dynamic graph."""
     of_number = OF_A_NUMBER[name]
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.number = 1.3
+    def loss(number, x1, w, y1):
+        return F.cross_entropy(of_number(F.linear(x1, w), number), y1, label_smoothing=0.1)
 
-        def forward(self, x1, w, y1):
-            return F.cross_entropy(of_number(F.linear(x1, w), self.number), y1, label_smoothing=0.1)
-
-    model, capture = Model(), Capture(chunk_rows=4)
+    model, capture = Annealed(loss, 1.3), Capture(chunk_rows=4)
     compiled = capture.compile(model, fullgraph=True, dynamic=True)
     args = row_args(lambda x1, w, y1: None)
     assert_as_eager(compiled, model, args)
@@ -243,17 +249,6 @@ OF_A_NUMBER_TOO: dict[str, Callable[[Tensor, float], Tensor]] = {
     **{name: OF_A_NUMBER[name] for name in ("clamp", "filled", "power", "softcap", "subtracted from")},
     "divided": lambda z, c: z / c,
 }
-
-
-class Annealed(torch.nn.Module):
-    """A loss with a number that changes between steps."""
-
-    def __init__(self, loss: Callable[..., Tensor], number: float) -> None:
-        super().__init__()
-        self.loss, self.number = loss, number
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.loss(self.number, *args)
 
 
 def compiled_graphs(loss: Callable[..., Tensor], args: list[Tensor], numbers: tuple[float, ...]) -> int:

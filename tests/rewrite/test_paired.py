@@ -237,8 +237,8 @@ def divergences(gm: fx.GraphModule) -> list[tuple[str, float]]:
 @pytest.mark.parametrize(("fn", "name", "parameter"), SPELLINGS, ids=[s[0].__name__ for s in SPELLINGS])
 def test_spellings(fn, name: str, parameter: float) -> None:
     capture = Capture(chunk_rows=5)
-    # these are few numbers: eager's largest error is by chance small in one of them, on some machines
-    assert_as_eager(capture.compile(fn, fullgraph=True), fn, arguments(fn), largest=False)
+    # few numbers: eager's largest error in this one is small by chance, with some numbers of threads
+    assert_as_eager(capture.compile(fn, fullgraph=True), fn, arguments(fn), largest=fn is not reverse_per_row)
     assert capture.codes == []
     assert divergences(capture.after[0]) == [(name, pytest.approx(parameter, abs=1e-6))]
 
